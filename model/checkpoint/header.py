@@ -39,6 +39,7 @@ class Sizes(NamedTuple):
 
     num_heads: int
     num_layers: int
+    hidden_size: int
     max_positions: int
 
 
@@ -72,7 +73,7 @@ def read_sizes(model: str) -> Sizes | None:
         return _gguf_sizes(cached_path(model)) if is_cached(model) else None
     if model.startswith(RANDOM):
         config = random_config(model.removeprefix(RANDOM))
-        return Sizes(config.num_heads, config.num_layers, config.max_positions)
+        return Sizes(config.num_heads, config.num_layers, config.hidden_size, config.max_positions)
     path = Path(model).expanduser()
     if is_partial(path) or (path.is_dir() and any(path.glob("rank-*-of-*.weights"))):
         return None  # a folder of `tightwire prepare`; opening it says whether it is whole
@@ -84,7 +85,7 @@ def read_sizes(model: str) -> Sizes | None:
         return None
     with naming(path.parent):
         config = config_from_hf(read_json(path))
-    return Sizes(config.num_heads, config.num_layers, config.max_positions)
+    return Sizes(config.num_heads, config.num_layers, config.hidden_size, config.max_positions)
 
 
 def random_config(shape: str) -> LlamaConfig:
@@ -125,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _gguf_sizes(path: Path) -> Sizes | None:
-    names = (".attention.head_count", ".block_count", ".context_length")
+    names = (".attention.head_count", ".block_count", ".embedding_length", ".context_length")
     try:
         with split_parts(path)[0].open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
             scalars = GgufHeader.scalars(data, names)

@@ -45,7 +45,7 @@ def run(
     model, formats = checkpoint.config, formats_of(checkpoint, config.model.quantization)
     check_ranks(model.num_heads, num, "--hosts")
     plain = replace(config, parallel=ParallelOptions(tp=num, layout="pipeline", stages=num))
-    given = config.model.device, model.num_layers, checkpoint.prepared is not None
+    given = config.model.device, model, checkpoint.prepared is not None
     against = {layout: why for layout in ("hybrid", "pipeline") if (why := obstacles(plain, layout, *given))}
     if not rates:
         own = memory_inputs(_on(config, num), model, formats, decide_setting(_on(config, num), model))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.group.host import available_host_bytes
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -50,13 +49,7 @@ def decide_stages(
     parallel = config.parallel
     if (layout := parallel.layout) not in ("hybrid", "pipeline"):
         return None
-    check_layout(config, decided.setting.device, model.num_layers, prepared)
-    codec = parse_codec(parallel.stage_codec)
-    if model.hidden_size % codec.group_elems:
-        raise ValueError(
-            f"--stage-codec {parallel.stage_codec}: a row has {model.hidden_size} numbers, which are not whole groups of "
-            f"{codec.group_elems}, so a text would depend on its neighbours; give {parallel.stage_codec.split('-')[0]}-g64 or -g32"
-        )
+    check_layout(config, decided.setting.device, model, prepared)
     shares, each = shares_of(parallel, parallel.num_stages), parallel.tp // parallel.num_stages
     if layers:
         stages = StagePlan(layers)
@@ -84,7 +77,7 @@ def choose_auto(
     """
     parallel, model = config.parallel, checkpoint.config
     asked = decide_sums(config, model, link, fingerprint(checkpoint))
-    given = asked.decided.setting.device, model.num_layers, checkpoint.prepared is not None
+    given = asked.decided.setting.device, model, checkpoint.prepared is not None
     against = {layout: obstacles(config, layout, *given) for layout in ("hybrid", "pipeline")}
     if all(against.values()):
         option, why = against["hybrid"][0]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.names import split_name
+from tightwire.comm.codec.codec_names import parse_format
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
 from tightwire.comm.policy.rules import read_policy_file
@@ -14,7 +15,7 @@ from tightwire.comm.transport.socket_join import read_secret
 from tightwire.cuda_devices import CudaDevice, cuda_devices
 from tightwire.kernels.cpu.library import available
 from tightwire.model.checkpoint.config import LlamaConfig, check_context, check_ranks
-from tightwire.model.checkpoint.header import check_name, read_sizes
+from tightwire.model.checkpoint.header import Sizes, check_name, read_sizes
 from tightwire.option import flag_of
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
@@ -52,7 +53,7 @@ def refuse_wrong_model(config: ServeConfig) -> None:
     check_name(config.model.model)
     check_all_reduce_names(config.parallel)
     sizes = read_sizes(config.model.model)
-    check_layout(config, config.model.device, sizes and sizes.num_layers)
+    check_layout(config, config.model.device, sizes)
     if sizes is not None:
         check_ranks(sizes.num_heads, config.parallel.num_summing)
         check_context(sizes.max_positions, config.engine.max_model_len or 0)
@@ -68,21 +69,27 @@ def refuse_early(config: ServeConfig) -> None:
     choose_activations(config.model.activations, device)
 
 
-def check_layout(config: ServeConfig, device: str, num_layers: int | None = None, prepared: bool = False) -> None:
+def check_layout(config: ServeConfig, device: str, sizes: Sizes | LlamaConfig | None, prepared: bool = False) -> None:
     """Refuse, with a ValueError that names it, what the layout does not work with."""
-    for option, why in obstacles(config, layout := config.parallel.layout, device, num_layers, prepared):
+    for option, why in obstacles(config, layout := config.parallel.layout, device, sizes, prepared):
         raise ValueError(f"--layout {layout} does not combine with {option}: {why}; leave one of them out")
+    codec, name = parse_format(config.parallel.stage_codec), config.parallel.stage_codec
+    if codec and sizes and sizes.hidden_size % codec.group_elems:
+        raise ValueError(
+            f"--stage-codec {name}: a row has {sizes.hidden_size} numbers, which are not whole groups of "
+            f"{codec.group_elems}, so a text would depend on its neighbours; give {name.split('-')[0]}-g64 or -g32"
+        )
 
 
 def obstacles(
-    config: ServeConfig, layout: str, device: str, num_layers: int | None = None, prepared: bool = False
+    config: ServeConfig, layout: str, device: str, sizes: Sizes | LlamaConfig | None, prepared: bool = False
 ) -> list[tuple[str, str]]:
     """Return what a layout does not work with, and why. ``prepared``: the model is a prepared folder."""
     if layout not in ("hybrid", "pipeline"):
         return []
     parallel, engine, weights = config.parallel, config.engine, config.weights.weights
     num_stages, named = parallel.num_stages, f"--stages {parallel.stages}" if parallel.stages else f"--tp {parallel.tp}"
-    few = f"a stage has a layer or more, and the model has {num_layers}"
+    few = f"a stage has a layer or more, and the model has {sizes and sizes.num_layers}"
     cached = layout == "hybrid" and engine.prefix_cache == "all"
     given = [
         (parallel.tp == 1, "--tp 1", "a stage has a rank or more, and there is one"),
@@ -92,7 +99,7 @@ def obstacles(
         (engine.kv_offload, "--kv-offload", "a stage has its keys and values in memory"),
         (engine.plan_ahead == "on", "--plan-ahead on", "several steps are under way already"),
         (prepared, "a prepared folder", "it has no whole layers, which a stage computes"),
-        (num_stages > (num_layers or num_stages), named, few),
+        (sizes is not None and num_stages > sizes.num_layers, named, few),
         (cached, "--prefix-cache all", "a stage has no keys and values of generated tokens"),
     ]
     if layout == "pipeline":

@@ -18,7 +18,7 @@ from tightwire.model.checkpoint.config import RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile
 from tightwire.model.checkpoint.gguf_config import config_from_gguf
-from tightwire.model.checkpoint.header import read_sizes
+from tightwire.model.checkpoint.header import Sizes, read_sizes
 from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.checkpoint.tensors import expected_tensors, gguf_name
 from tightwire.model.open import fingerprint, open_checkpoint
@@ -208,7 +208,7 @@ def test_a_split_file_is_the_same_model_by_any_part_or_its_folder(parts: list[Pa
         assert (checkpoint.name, checkpoint.path, checkpoint.config) == ("m", parts[0], whole.config)
         assert fingerprint(checkpoint) == fingerprint(whole)
         assert checkpoint.tokenizer().vocab_size == whole.tokenizer().vocab_size
-        assert read_sizes(str(model)) == (whole.config.num_heads, whole.config.num_layers, whole.config.max_positions)
+        assert read_sizes(str(model)) == tuple(getattr(whole.config, name) for name in Sizes._fields)
 
 
 def test_missing_and_foreign_parts_are_named(parts: list[Path], tmp_path: Path) -> None:

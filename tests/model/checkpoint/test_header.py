@@ -24,7 +24,7 @@ def test_the_sizes_are_those_of_the_opened_model(kind: str, tmp_path: Path) -> N
         model = str(file if kind == "gguf" else tmp_path)
     config = open_checkpoint(model).config
 
-    assert read_sizes(model) == Sizes(config.num_heads, config.num_layers, config.max_positions)
+    assert read_sizes(model) == Sizes(config.num_heads, config.num_layers, config.hidden_size, config.max_positions)
 
 
 def test_a_model_that_is_not_here_or_damaged_is_left_to_its_opening(tmp_path: Path) -> None:

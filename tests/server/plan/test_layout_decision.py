@@ -62,6 +62,7 @@ def _choose(
 ) -> LayoutChoice:
     """The choice between two hosts that compute at ``HOST``'s rates."""
     monkeypatch.setattr(layout_decision, "measure_rates", lambda *_: HOST)
+    monkeypatch.setattr(layout_decision, "available_host_bytes", lambda: 64 << 30)
     given = {"nnodes": 2, "node_rank": 0, "master_addr": "node-0", "tp": 2, "device": "cpu"} | options
     config, _ = resolve_hosts(make_config({"model": "random:llama-3.2-1b"} | given), {})
     checkpoint = open_checkpoint(config.model.model, 0)

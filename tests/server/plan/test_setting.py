@@ -125,3 +125,11 @@ def test_float16_is_possible_for_files_within_its_range(quant: str, device: str,
         return
     with pytest.raises(ValueError, match=f"--dtype float16: {message}"):
         choose_dtype(options, model, device)
+
+
+def test_a_stage_codec_whose_groups_part_rows_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    model = str(make_tiny_gguf(tmp_path / "m.gguf", hidden_size=192))
+    options = {"model": model, "tp": 2, "layout": "hybrid", "stage_codec": "int8"}
+    with pytest.raises(ValueError, match="--stage-codec int8: a row has 192 numbers, .* give int8-g64 or -g32"):
+        refuse_wrong_model(make_config(options))
+    refuse_wrong_model(make_config(options | {"stage_codec": "int8-g64"}))
