@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tightwire.option import option, options_of, require
+from tightwire.option import option, options_of, require, suggest
 from tightwire.option_flags import add_flags, make_options
 from tightwire.server.cli.explain import COMM_GROUPS, at_least_two_ranks
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
-from tightwire.suggest import suggest
 
 _MAX_TUNE_SECONDS = 3600.0
 _QUALITY_TOKENS = 4096

@@ -79,7 +79,7 @@ class RunnerOptions:
 
 def build_runner(
     config: LlamaConfig,
-    source: CheckpointReader | Prepared,
+    source: CheckpointReader | Prepared | LayerFiles,
     layout: Layout,
     groups: RankGroups,
     options: RunnerOptions,
@@ -87,9 +87,9 @@ def build_runner(
 ) -> ModelRunner:
     """Load this rank's weights onto its device and return the runner.
 
-    ``source``: a checkpoint, or a prepared folder with the split ``layout``. ``progress``: called with the share of
-    weight bytes loaded, 0 to 1. Raises ValueError: the weight plan and the peers do not match; ModelError: a tensor is
-    missing or has another shape.
+    ``source``: a checkpoint, a prepared folder with the split ``layout``, or this rank's files of it. ``progress``:
+    called with the share of weight bytes loaded, 0 to 1. Raises ValueError: the weight plan and the peers do not match;
+    ModelError: a tensor is missing or has another shape.
     """
     replica, world = groups.replica, groups.world
     if (passed := options.stages) is not None and passed.pipeline:
@@ -131,7 +131,7 @@ def build_runner(
 
 def _make_stages(
     config: LlamaConfig,
-    source: CheckpointReader | Prepared,
+    source: CheckpointReader | Prepared | LayerFiles,
     layout: Layout,
     groups: RankGroups,
     options: RunnerOptions,
@@ -139,7 +139,7 @@ def _make_stages(
 ) -> PromptStages | Passage:
     """Return the way through the stages; of hybrid, load this rank's part of its stage's layers. ValueError: see the message."""
     plan, weights, parts, parallel = options.stages, model.weights, options.parts, model.parallel
-    if isinstance(source, Prepared) or not isinstance(weights, ResidentWeights) or plan is None:
+    if isinstance(source, Prepared | LayerFiles) or not isinstance(weights, ResidentWeights) or plan is None:
         raise ValueError("stages need a checkpoint whose layers are all resident")
     if parts is not None:
         own = Layout(shards=tuple(parts.shards[rank] for rank in plan.ranks_of(groups.stage)))
@@ -180,18 +180,18 @@ def _make_cache(config: LlamaConfig, shard: Shard, options: RunnerOptions, devic
 
 def _load_weights(
     config: LlamaConfig,
-    source: CheckpointReader | Prepared,
+    source: CheckpointReader | Prepared | LayerFiles,
     shard: Shard,
     groups: RankGroups,
     options: RunnerOptions,
     progress: Callable[[float], None],
 ) -> WeightSource:
     plan, timeout_s = options.weight_plan, options.fetch_timeout_s
-    files: LayerFiles
-    if isinstance(source, Prepared):
-        files = source.store(shard.rank, plan.io, patience_s=_PATIENCE_SHARE * timeout_s)
-    else:
-        files = CheckpointStore.for_plan(source, config, shard, plan, options.dtype, options.formats)
+    files = source
+    if isinstance(files, Prepared):
+        files = files.store(shard.rank, plan.io, patience_s=_PATIENCE_SHARE * timeout_s)
+    elif not isinstance(files, LayerFiles):
+        files = CheckpointStore.for_plan(files, config, shard, plan, options.dtype, options.formats)
     peers = groups.peers if plan.source == "partition" else None
     joined = 0 if peers is None else peers.at.per_node
     if plan.source == "partition" and plan.ranks_per_node != joined:

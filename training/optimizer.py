@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tightwire.suggest import suggest
+from tightwire.option import suggest
 from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.config.tree import ScheduleConfig
 

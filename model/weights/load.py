@@ -150,8 +150,7 @@ class CheckpointStore(LayerFiles):
         """Make a store that encodes layers streamed from host memory or other ranks; all others stay plain."""
         codec = packed_layer.weight_codec("none" if plan.origin == "disk" else plan.codec)
         model = packed_layer.pack_model(config, shard, formats, dtype, codec)
-        forms = (model.stored if layer in plan.streamed else model.plain for layer in range(config.num_layers))
-        stored = tuple(form[layer] for layer, form in enumerate(forms))
+        stored = tuple((model.plain, model.stored)[layer in plan.streamed][layer] for layer in range(config.num_layers))
         return cls(reader, config, shard, replace(model, stored=stored))
 
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
@@ -182,5 +181,5 @@ class CheckpointStore(LayerFiles):
             buffer[end : place.offset].zero_()  # between tensors, which makes checksums reproducible
             end = place.offset + place.num_bytes
         buffer[end : plain.num_bytes].zero_()
-        read_tensors(self._reader, tensors, plain.tensors(buffer), moved)
+        read_tensors(self._reader, {name: tensors[name] for name in plain.places}, plain.tensors(buffer), moved)
         return buffer

@@ -7,7 +7,7 @@ codec's smaller form, and must be decoded before use.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -50,16 +50,17 @@ class PackedLayer:
     places: Mapping[str, Place]
     dtype: torch.dtype  # of plain numbers
     num_bytes: int  # whole pages, as direct reads of a file of layers require
+    held: Mapping[str, Weight] = field(default_factory=dict)  # further tensors, which lie in memory of others
 
     @property
     def is_plain(self) -> bool:
         return all(place.codec.exact for place in self.places.values())
 
     def tensors(self, buffer: Tensor) -> dict[str, Weight]:
-        """Return views of the tensors in a buffer for this layer; ValueError if it is encoded."""
+        """Return views of the tensors in a buffer for this layer, and those ``held``; ValueError if it is encoded."""
         if not self.is_plain:
             raise ValueError("an encoded layer has no tensors; decode it first")
-        return {field: self._view(place, buffer) for field, place in self.places.items()}
+        return {**self.held, **{name: self._view(place, buffer) for name, place in self.places.items()}}
 
     def encode(self, plain: "PackedLayer", source: Tensor, out: Tensor) -> None:
         """Encode ``source``, in the form ``plain``, to ``out`` in this form. Bytes between tensors become 0."""
@@ -80,8 +81,8 @@ class PackedLayer:
 
     def _pairs(self, plain: "PackedLayer", whole: Tensor, own: Tensor) -> Iterator[tuple[Place, Tensor, Tensor]]:
         """Yield each tensor's place in this form, its plain bytes (of ``whole``) and its bytes in this form."""
-        for field, place in self.places.items():
-            yield place, plain.places[field].of(whole), place.of(own)
+        for name, place in self.places.items():
+            yield place, plain.places[name].of(whole), place.of(own)
 
     def _view(self, place: Place, buffer: Tensor) -> Weight:
         own = place.of(buffer)
@@ -125,13 +126,13 @@ def pack_tensors(
     """Assign places to ``tensors``. The codec applies to matrices of plain numbers."""
     places: dict[str, Place] = {}
     offset = 0
-    for field, fused in tensors.items():
+    for name, fused in tensors.items():
         packed = formats.of(fused)
         own = codec if not packed and fused.columns is not None else _PLAIN
         num_bytes = formats.num_bytes(fused, dtype.itemsize)
         if not own.exact:
             num_bytes = own.wire_bytes(prod(fused.shape), dtype.itemsize)
-        places[field] = Place(offset, num_bytes, fused.shape, packed, own)
+        places[name] = Place(offset, num_bytes, fused.shape, packed, own)
         offset += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     return PackedLayer(places, dtype, -(-offset // PAGE_BYTES) * PAGE_BYTES)
 

@@ -11,8 +11,8 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from tightwire.option import suggest
 from tightwire.server.ipc import engine_client
-from tightwire.suggest import suggest
 
 _log = logging.getLogger(__name__)
 

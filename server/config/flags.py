@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.cuda_devices import on_gpu
-from tightwire.option import flag_of
+from tightwire.option import flag_of, suggest
 from tightwire.option_flags import add_flags, read_yaml
 from tightwire.server.config.foreign_flags import ours
 from tightwire.server.config.serve import GROUPS, ServeConfig, option_fields
-from tightwire.suggest import suggest
 
 ALL_GROUPS = tuple(GROUPS)
 _MODEL_ARGUMENT = "model_argument"  # the model without its flag: `tightwire serve MODEL`

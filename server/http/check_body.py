@@ -10,12 +10,12 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from tightwire.option import suggest
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.fields import MAX_NESTING, Fields, is_nested_deeply
 from tightwire.server.api.request_bodies import IGNORED_FIELDS, Body
 from tightwire.server.api.serving import Serving
 from tightwire.server.config.limits import MAX_BODY_BYTES
-from tightwire.suggest import suggest
 
 BodyT = TypeVar("BodyT", bound=Body)
 

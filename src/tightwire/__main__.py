@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 import tightwire
-from tightwire.suggest import suggest
+from tightwire.option import suggest
 
 # Verb -> ("module:function", one line of help). The function takes the remaining arguments and returns an exit code.
 VERBS = {

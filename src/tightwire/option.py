@@ -7,7 +7,8 @@
 ``option_flags`` makes the flags of such a class, and reads them.
 """
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from typing import Any
 
@@ -80,3 +81,12 @@ def require_declared(options: Any) -> None:
         value, choices, least = getattr(options, own.name), own.metadata["choices"], own.metadata["least"]
         require(not choices or value in choices, own.name, value, f"one of {', '.join(choices)}")
         require(least is None or value is None or value >= least, own.name, value, f"at least {least}")
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """The end of a message about an unknown ``name``: the nearest known one; else ``otherwise``, by default all known."""
+    known = sorted(known)
+    bare = {other.strip("-"): other for other in known}  # the dashes of two flags would count as likeness
+    if close := difflib.get_close_matches(name.strip("-"), bare, n=1, cutoff=0.7):
+        return f"; did you mean {bare[close[0]]!r}?"
+    return f"; known are {', '.join(known)}" if otherwise is None else otherwise

@@ -11,9 +11,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar
 
-from tightwire.option import REQUIRED, flag_of, options_of
+from tightwire.option import REQUIRED, flag_of, options_of, suggest
 from tightwire.sizes import format_bytes
-from tightwire.suggest import suggest
 
 Fields = Mapping[str, Field[Any]]
 _Options = TypeVar("_Options")

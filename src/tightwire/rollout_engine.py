@@ -2,7 +2,8 @@
 those of a distillation.
 
 Each rank has its own: the base model's weights as the checkpoint has them, a paged cache, and room for two versions of the adapter.
-An answer ends under the version that it began with. With ``rollout.tp`` several ranks share the weights and the cache as those of a
+Matrices that the trainer on this rank has whole, as the engine would read them, are the trainer's memory. An answer ends under
+the version that it began with. With ``rollout.tp`` several ranks share the weights and the cache as those of a
 server do: all answer the prompts of all, and each plans the same steps, because steps depend on the requests alone.
 """
 
@@ -10,7 +11,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,8 +45,12 @@ from tightwire.model.checkpoint.tensors import StackedParts
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler as TokenSampler
-from tightwire.model.weights.formats import choose_formats, split_model
+from tightwire.model.weights.formats import (
+    choose_formats,
+    split_model,
+)
 from tightwire.recorded_answers import Prompt, Recording
+from tightwire.rollout_weights import SharedWeights, whole_matrices
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable
@@ -55,6 +60,7 @@ from tightwire.server.ipc.messages import AddRequest
 from tightwire.training.config.tree import ModelConfig, TrainConfig
 from tightwire.training.data.chats import ChatEncoder, PromptPacker
 from tightwire.training.data.documents import DataError, Documents, RunData, describe_files
+from tightwire.training.engine.shards import FrozenShard
 from tightwire.training.ranks.groups import Control
 from tightwire.training.start.answers import Answer
 from tightwire.training.start.model import StartingModel, open_starting_model
@@ -70,8 +76,15 @@ _ASKED = "tightwire-asks"  # stands for a question in a rendered chat
 class RolloutEngine:
     """A ``training.run.rollouts.Sampler``."""
 
-    def __init__(self, start: StartingModel, config: TrainConfig, group: Group, most_sequences: int) -> None:
-        """``group``: the ranks that answer together. ``most_sequences``: theirs, at once."""
+    def __init__(
+        self,
+        start: StartingModel,
+        config: TrainConfig,
+        group: Group,
+        most_sequences: int,
+        frozen: Collection[FrozenShard] = (),
+    ) -> None:
+        """``group``: the ranks that answer together. ``most_sequences``: theirs, at once. ``frozen``: the trainer's weights."""
         model, groups, most_tokens = start.config, LayerGroups.of(start.config), config.data.sequence_tokens
         scaling = model.rope_scaling
         if scaling.long_factors and most_tokens > scaling.original_max_positions:
@@ -90,7 +103,7 @@ class RolloutEngine:
             block_size=BLOCK_SIZE,
             groups=groups,
         )
-        self._rank = _OneRank(start, config, self._group, limits)
+        self._rank = _OneRank(start, config, self._group, limits, frozen)
         self._engine = Engine(
             runner=self._rank,
             sampler=TokenSampler(model.vocab_size),
@@ -171,15 +184,19 @@ class RolloutEngine:
 class _OneRank:
     """The ranks of the engine (a ``StepRunner``): this one. The others plan and choose the same."""
 
-    def __init__(self, start: StartingModel, config: TrainConfig, group: Group, limits: Limits) -> None:
-        formats = choose_formats(start.reader, start.config, "auto")
+    def __init__(
+        self, start: StartingModel, config: TrainConfig, group: Group, limits: Limits, frozen: Collection[FrozenShard]
+    ) -> None:
+        formats, dtype = choose_formats(start.reader, start.config, "auto"), getattr(torch, config.model.compute_dtype)
+        layout = split_model(start.config, formats, group.world_size)
+        whole = whole_matrices(frozen) if group.world_size == 1 else {}
         self.runner = build_runner(
             start.config,
-            start.reader,
-            split_model(start.config, formats, group.world_size),
+            SharedWeights(start.config, formats, dtype, whole).files(start.reader, layout.shards[group.rank]),
+            layout,
             RankGroups(group, _routes(config, start.config, group, limits)),
             RunnerOptions(
-                dtype=getattr(torch, config.model.compute_dtype),
+                dtype=dtype,
                 max_model_len=limits.max_model_len,
                 num_blocks=limits.num_blocks,
                 block_size=limits.block_size,

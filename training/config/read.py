@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tightwire.suggest import suggest
+from tightwire.option import suggest
 from tightwire.training.config.tree import TrainConfig
 
 EXAMPLES = Path(__file__).parent / "examples"

@@ -16,7 +16,7 @@ All ranks make the same calls in the same order. A failure on a lane is raised i
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,18 +26,12 @@ from torch import Tensor, nn
 from tightwire.comm.codec.codec import prepare_codecs
 from tightwire.comm.collectives.all_gather import all_gather
 from tightwire.comm.group.nodes import run_leg
-from tightwire.training.engine.flat_parameters import (
-    NORMS,
-    BucketPlan,
-    FlatParameter,
-    copy_into_shard,
-    cut_shard,
-)
+from tightwire.training.engine.flat_parameters import NORMS, BucketPlan, FlatParameter, copy_into_shard, cut_shard
 from tightwire.training.engine.gathered_weights import Trace, Weights
 from tightwire.training.engine.gradients import GradientCompressor, Gradients, num_reduce_lanes
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
-from tightwire.training.engine.shards import group_of, make_shards
+from tightwire.training.engine.shards import FrozenShard, group_of, make_shards
 from tightwire.training.ranks.groups import TrainGroups, shard_group
 
 ReadTensor = Callable[[str], Tensor]
@@ -85,6 +79,7 @@ class Engine:
         self._groups = groups
         self._group = shard_group(groups.main, sharding)
         self._shards = make_shards(plan, options, ranks, groups.device)
+        self.frozen_shards: Mapping[str, FrozenShard] = self._shards.frozen  # of this rank, by flat parameter; to read
         self._hooks = Hooks(model, plan)
         self._weights = Weights(plan, self._shards, options, groups.gather, trace)
         # Nothing else uses the main group while gradients are summed.
@@ -203,8 +198,7 @@ class Engine:
 
     def frozen_sums(self) -> dict[tuple[str, int], int]:
         """``FrozenShard.sum`` of this rank's shards, by flat parameter and index of the shard."""
-        frozen = self._shards.frozen
-        return {(name, group_of(shard.form, self._group).rank): shard.sum for name, shard in frozen.items()}
+        return {(name, group_of(own.form, self._group).rank): own.sum for name, own in self.frozen_shards.items()}
 
     def close(self) -> None:
         """End the lanes and close the connections. May be called twice."""

@@ -106,7 +106,8 @@ def room_bytes(shards: Shards) -> int:
 
 def blocks_bytes(shards: Shards) -> int:
     """Bytes of the lane's buffer of gathered blocks, from which matrices are decoded."""
-    return max((blocks.num_elems for own in shards.all.values() if (blocks := own.flat_param.blocks)), default=0)
+    gathered = [shard for shard in shards.frozen.values() if shard.form.ranks.world_size > 1]
+    return max((blocks.num_elems for shard in gathered if (blocks := shard.flat_param.blocks)), default=0)
 
 
 def make_buffers(plan: BucketPlan, options: EngineOptions, shards: Shards, device: torch.device) -> list[BucketBuffer]:
@@ -245,6 +246,8 @@ class Weights:
 
     def _gather(self, shard: Shard, out_N: Tensor) -> None:
         form, group, blocks = shard.form, group_of(shard.form, self._group), shard.flat_param.blocks
+        if blocks is not None and form.ranks.world_size == 1:
+            return _unpack(shard.flat_param, blocks, shard.wire(), out_N)
         gathered = out_N if blocks is None else self._blocks[: blocks.num_elems]
         if form.copied and isinstance(shard, MainShard):
             self._node_copy.gather(shard, gathered, self._room)

@@ -40,3 +40,14 @@ def test_logits_of_transformers(family: str, tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     with torch.inference_mode():
         torch.testing.assert_close(model(tokens).logits, theirs(tokens).logits)
+
+
+def test_rows_of_the_head_have_no_gaps(tmp_path: Path) -> None:
+    """Where only the last tokens of each sample have logits; torch would make a product a sample."""
+    folder = make_family_folder(family_named("Llama"), tmp_path, num_hidden_layers=2)
+    model = build_model(open_checkpoint(str(folder)).config, device=torch.device("meta"))
+    given: list[torch.Tensor] = []
+    head: Any = model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
+    model(input_ids=torch.zeros(3, 8, dtype=torch.int64, device="meta"), logits_to_keep=5)
+    assert [(tuple(rows.shape[:2]), rows.is_contiguous()) for rows in given] == [((3, 5), True)]
