@@ -152,6 +152,8 @@ def rank_bytes(inputs: MemoryInputs, plan: WeightPlan) -> tuple[RankBytes, ...]:
         block = model.num_layers * layer_block_bytes(model, whole_shard(model), BLOCK_SIZE, kv_dtype)
         block = ranks[0].block + inputs.num_replicas * block
         ranks[0] = replace(ranks[0], draft=own.weights + own.activations, block=block)
+    if inputs.device == "cpu":  # the first grammar brings llguidance, and what that keeps of each token
+        ranks[0] = replace(ranks[0], runtime=ranks[0].runtime + (64 << 20) + 256 * inputs.model.vocab_size)
     return tuple(ranks)
 
 

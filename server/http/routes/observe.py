@@ -92,8 +92,7 @@ def observe_router(serving: Serving) -> APIRouter:
         summary="Record every collective of all ranks for some seconds; open the answer in ui.perfetto.dev",
     )
     async def trace(request: Request) -> Response:
-        seconds = _trace_seconds(request)
-        ranks = await serving.engine.record_collectives(seconds)
+        ranks = await serving.engine.record_collectives(_trace_seconds(request))
         # Half a minute of several ranks takes a second to encode; other requests' tokens do not wait for it.
         page = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(ranks)))
         name = f'attachment; filename="tightwire-collectives-{int(time.time())}.json"'
