@@ -1,11 +1,12 @@
 """Drafts what a small model of the same vocabulary finds most likely, and behind it what the text has, as many tokens as pay.
 
 A drafted token costs a pass of the small model. After each one it is decided whether another pays, by how sure the model was so far:
-if usual steps make fewer tokens in its time. Where the text itself goes on as it did before, its tokens cost nothing and the model
-is not asked. A pass may choose among the first ids of the vocabulary only, the more frequent ones (FR-Spec, arXiv 2502.14856): the
-head's other rows are not read, and their tokens not guessed.
+while tokens expected a second rise. Where the text itself goes on as it did before, its tokens cost nothing and the model is not asked.
+A pass may choose among the first ids of the vocabulary only, the more frequent ones (FR-Spec, arXiv 2502.14856): the head's other
+rows are not read, and their tokens not guessed.
 """
 
+import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -25,6 +26,7 @@ from tightwire.server.engine.step_builder import Chunk, StepBuilder, make_step
 from tightwire.server.ipc.engine_stats import EngineCounters
 
 _MOST_TOKENS = 16  # of one draft by the model
+_LEAST_CHANCE = 0.2  # that all tokens of a draft are right: below, the model is not asked to go on with it
 _PAID_IN = 32  # steps, in which drafts must regain the time of the prompts that the model lacks
 _TRY_EVERY = 64  # steps, after which the model is asked even if that did not pay
 _NUM_CLASSES = 8  # of tokens by the probability that the model gave them: below 1/2, 3/4, 7/8 and so on
@@ -61,14 +63,14 @@ class ModelDrafter(Drafter):
         self._sizes_H = np.array([self._num_ids, *(self._num_ids // each // 16 * 16 for each in _HEADS[1:])])
         self._head_s_H, self._covered_H = np.zeros(len(_HEADS)), np.array(_FIRST_COVERED)
         same = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
-        self._limits = Limits(num_blocks=limits.num_blocks * num_replicas, **{k: getattr(limits, k) for k in same})
+        given = {name: getattr(limits, name) for name in same}
+        self._limits = Limits(**given, num_blocks=limits.num_blocks * num_replicas)
         self._sequences = Sequences(self._limits, EngineCounters())
         self._own: dict[Request, Request] = {}  # the sequences as its cache has them
         self._drafts: dict[Request, _Draft] = {}
         self._token_times, self._spent_s = RowTimes(), 0.0
         self._rates = [1 - (1 - _FIRST_RATE) * 2.0 ** (1 - each) for each in range(_NUM_CLASSES)]
         self._rate = _FIRST_RATE  # of all classes
-        self._made_2 = np.ones(2)  # the usual tokens and seconds of a step with its drafts, of one without 1 and 1
         self._num_unasked = 0  # steps
 
     def measure(self) -> None:
@@ -97,15 +99,11 @@ class ModelDrafter(Drafter):
         tokens_H = 1 + self._rate * self._covered_H
         self._size = int(self._sizes_H[np.argmax(tokens_H / (self.times.of(num_rows) + self._head_s_H))])
         for number in range(_MOST_TOKENS if num_rows <= 2 * num_seqs else 0):  # no prompt waits for the model
-            if not (asked := self._worth_asking(number) or self._tried(number)):
+            if not (asked := self._worth_asking(number, spent_s) or self._tried(number)):
                 break
             spent_s += float(self._token_times.of(len(asked)))
             self._ask(asked)
             self._follow_text(asked, spent_s)
-        if spent_s:
-            rows, tokens = self._totals()
-            made = np.array([tokens / num_seqs, (self.times.of(rows) + spent_s) / self.times.of(num_rows)])
-            self._made_2 += WEIGHT * (made - self._made_2)
         self._spent_s += perf_counter() - start_s
 
     def draft(self, request: Request, room: int, num_rows: int = 1, num_seqs: int = 1) -> list[int]:
@@ -144,30 +142,31 @@ class ModelDrafter(Drafter):
             num = self.best_length(odds, *self._totals([request]), spent_s)
             draft.text, draft.text_odds = found[:num], odds[:num]
 
-    def _worth_asking(self, number: int) -> list[Request]:
-        """The sequences whose next token the model drafts; none if steps make more in its time. Prompts must pay too."""
+    def _worth_asking(self, number: int, spent_s: float) -> list[Request]:
+        """The sequences whose next token the model drafts; none if the step as it is makes more a second. Prompts must pay too."""
         more_M = np.arange(1, _MOST_TOKENS - number + 1)
         chances_M = np.cumsum(self._rate**more_M)  # tokens expected from so many more
         asked = {
             request: draft
             for request, draft in self._drafts.items()
-            if len(draft.token_ids) == number < draft.room and draft.chance * chances_M[-1] > sum(draft.text_odds)
+            if len(draft.token_ids) == number < draft.room
+            and draft.chance >= _LEAST_CHANCE
+            and draft.chance * chances_M[-1] > sum(draft.text_odds)
         }
         rows, tokens = self._totals()
-        (num_rows, num_seqs), seconds = self._base, self.times.of(rows)
-        usual = self._made_2[0] / self._made_2[1] * num_seqs / self.times.of(num_rows) if number else tokens / seconds
-        least = tokens - usual * seconds
+        rate = tokens / (self.times.of(rows) + spent_s)
         rows, tokens = self._totals(asked)
-        seconds_M = self.times.of(rows + len(asked) * more_M) + self._token_times.of(len(asked)) * more_M
+        seconds_M = self.times.of(rows + len(asked) * more_M) + spent_s + self._token_times.of(len(asked)) * more_M
         seconds_M += np.diff(self._token_times.of([1, 1 + sum(map(self._num_lacking, asked))])) / _PAID_IN
-        net_M = tokens + sum(draft.chance for draft in asked.values()) * chances_M - usual * seconds_M
-        return list(asked) if asked and net_M.max() > least else []
+        rates_M = (tokens + sum(draft.chance for draft in asked.values()) * chances_M) / seconds_M
+        return list(asked) if asked and rates_M.max() > rate else []
 
     def _tried(self, number: int) -> list[Request]:
         """The sequence that the model lacks least of, after many steps without a draft: it may have become right, or faster."""
         self._num_unasked = 0 if number else self._num_unasked + 1
-        asked = sorted((each for each, draft in self._drafts.items() if draft.room > 0), key=self._num_lacking)
-        return asked[: self._num_unasked >= _TRY_EVERY]
+        if self._num_unasked < _TRY_EVERY:
+            return []
+        return sorted((each for each, draft in self._drafts.items() if draft.room > 0), key=self._num_lacking)[:1]
 
     def _num_lacking(self, request: Request) -> int:
         """The number of its tokens that the model has not computed."""
@@ -209,8 +208,9 @@ class ModelDrafter(Drafter):
                 chunk.request.num_computed = chunk.end
                 self._sequences.prefixes.enter(chunk.request, chunk.end)
             drafting = [chunk.request for chunk in chunks if chunk.samples]
-            for own, logits_V in zip(drafting, () if logits_RV is None else logits_RV, strict=True):
-                self._take(owns[own], own, logits_V[: self._vocab_size])
+            for row, own in enumerate(drafting):
+                assert logits_RV is not None
+                self._take(owns[own], own, logits_RV[row, : self._vocab_size])
             if len(drafting) == sum(chunk.num_rows for chunk in chunks):  # no step that catches up
                 self._token_times.learn(len(drafting), perf_counter() - start_s)
 
@@ -219,11 +219,11 @@ class ModelDrafter(Drafter):
         draft = self._drafts[request]
         if request.params.grammar and self.grammars is not None:
             banned_V = torch.from_numpy(self.grammars.banned(request, draft.token_ids)[-1][: len(logits_V)])
-            logits_V = logits_V.masked_fill(banned_V.to(logits_V.device), -np.inf)
+            logits_V = logits_V.masked_fill(banned_V.to(logits_V.device), -math.inf)
         best, token_id = logits_V.max(-1)
         unlikely = 1 - float((best - logits_V.logsumexp(-1)).exp())
-        if not np.isnan(unlikely):  # as after the end of a grammar
-            each = min(_NUM_CLASSES - 1, int(-np.log2(max(unlikely, 1e-9))))
+        if not math.isnan(unlikely):  # as after the end of a grammar
+            each = min(_NUM_CLASSES - 1, int(-math.log2(max(unlikely, 1e-9))))
             draft.chance *= self._rates[each]
             draft.odds.append(draft.chance)
             draft.classes.append(each)

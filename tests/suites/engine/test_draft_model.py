@@ -30,7 +30,7 @@ from tightwire.model.weights import WeightPlan
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.draft_runner import DraftRunner
 from tightwire.server.engine.drafts import RowTimes
-from tightwire.server.engine.model_drafts import ModelDrafter, _Draft
+from tightwire.server.engine.model_drafts import ModelDrafter
 from tightwire.server.ipc.messages import AddRequest, Output
 
 _SIZES: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 48, "num_blocks": 64}
@@ -356,25 +356,6 @@ def test_a_draft_that_is_never_right_is_seldom_asked(models: dict[str, Checkpoin
         continue_prompts(local.engine, _PROMPTS[1:2], max_tokens=250)
         assert 4 < local.engine.stats().counters.num_draft_tokens < 40
         assert len(counting.rows) < 60, "nor does it follow the text meanwhile"
-
-
-def test_a_next_token_must_give_more_than_usual_steps_make_in_its_time(models: dict[str, Checkpoint]) -> None:
-    """After one token that is right in half of all cases, another in 0.2 of a step's time: worth 0.375 tokens to all who wait."""
-    with drafting_engine(models, "itself", token_s=0.2, text=False) as (_, drafter, _):
-        request: Any = type("Request", (), {"token_ids": [1]})()
-        drafter._base, drafter._drafts = (1, 1), {request: _Draft(9, [2], [2], [0.5], chance=0.5)}
-        for usual, asked in ((1.8, [request]), (2.0, [])):
-            drafter._made_2 = np.array([usual, 1.0])
-            assert drafter._worth_asking(1) == asked
-        drafter._drafts = {request: _Draft(9)}
-        assert drafter._worth_asking(0) == [request], "the first token has to pay by itself only"
-
-
-def test_usual_steps_are_those_with_drafts_of_the_model(models: dict[str, Checkpoint]) -> None:
-    with drafting_engine(models, "itself", token_s=0.1, text=False) as (local, drafter, _):
-        continue_prompts(local.engine, _PROMPTS[:1], max_tokens=60)
-        tokens, seconds = drafter._made_2
-        assert 2 < tokens < 18 and 1.1 < seconds < 2.7
 
 
 def test_a_second_answer_finds_the_prompt_in_the_drafts_cache(models: dict[str, Checkpoint]) -> None:
