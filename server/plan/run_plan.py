@@ -176,7 +176,6 @@ def decide(
     sums = decide_sums(config, model, link, model_id)
     decided, comm = sums.decided, sums.comm
     setting, dtype = decided.setting, decided.dtype
-    activations = choose_activations(config.model.activations, setting.device, formats.packed)
     adapters = plan_adapters(config.adapters, model)
     stages = decide_stages(config, model, formats, decided, files.prepared is not None, choice.layers if choice else ())
     pooled = parallel.num_ranks, decided.gpus, config.weights.device_memory, config.hosts.nnodes or 1
@@ -194,9 +193,10 @@ def decide(
     try:
         weights = decide_weights(asked, inputs, num_nodes=parallel.nodes, files=files)
     except NotEnoughMemoryError as error:
-        if stages is None or choice is None:
-            cause = "" if stages is None else f"--layout {parallel.layout} streams no layers, --layout tensor may; "
-            raise NotEnoughMemoryError(f"{cause}{error}") from None
+        if stages is None:
+            raise
+        if choice is None:
+            raise type(error)(f"--layout {parallel.layout} streams no layers, --layout tensor may; {error}") from None
         other = LayoutChoice("tensor", f"{choice.layout} streams no layers, and does not fit into memory without")
         return decide(config, model, formats, link, files=files, model_id=model_id, choice=other, draft=draft)
     budget, layout_note = weights.budget, describe_layout(stages, choice)
@@ -205,7 +205,7 @@ def decide(
         dtype=dtype,
         kv_dtype=config.engine.kv_dtype(dtype),
         sum_dtype=setting.dtype,
-        activations=activations,
+        activations=choose_activations(config.model.activations, setting.device, formats.packed),
         allreduce=describe_request(parallel),
         transport=setting.transport,
         transport_reason=decided.transport_reason,
