@@ -3,6 +3,7 @@
 ``python -m tightwire.cuda_devices`` tries them: a line of JSON for each that ranks can use.
 """
 
+import ctypes
 import importlib.util
 import logging
 import os
@@ -35,6 +36,15 @@ def torch_has_cuda() -> bool:
     return version.exists() and runpy.run_path(str(version)).get("cuda") is not None
 
 
+def has_driver() -> bool:
+    """True if this machine has NVIDIA's driver. A CUDA build of torch, which pip takes by default, runs without one too."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def why_no_launch() -> str:
     """Why Triton cannot launch kernels, or empty. It compiles a launcher in C for each kernel at its first launch."""
     if importlib.util.find_spec("triton") is None:
@@ -48,7 +58,9 @@ def why_no_launch() -> str:
 @cache
 def cuda_devices() -> tuple[Sequence[CudaDevice], str]:
     """The CUDA devices that ranks can use, in torch's order, and why there are no more, or empty; a child tries them."""
-    if reason := why_no_launch() if torch_has_cuda() else "this torch is built without CUDA":
+    if not torch_has_cuda():
+        return (), "this torch is built without CUDA"
+    if reason := why_no_launch() if has_driver() else "this machine has no NVIDIA driver (libcuda.so.1)":
         return (), reason
     try:
         child = subprocess.run(_CHILD, check=False, capture_output=True, text=True, timeout=_LIMIT_S)
@@ -62,7 +74,7 @@ def cuda_devices() -> tuple[Sequence[CudaDevice], str]:
 
 def on_gpu(asked: str) -> bool:
     """True if ranks with ``--device asked`` will use GPUs. Torch takes seconds to find them, which is shown."""
-    if asked != "auto" or not torch_has_cuda():
+    if asked != "auto" or not torch_has_cuda() or not has_driver():
         return asked == "cuda"
     sys.stderr.write("looking for GPUs, usually 3 to 8 s\n")
     return bool(cuda_devices()[0])

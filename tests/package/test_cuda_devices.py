@@ -12,8 +12,9 @@ from tightwire.cuda_devices import CudaDevice, cuda_devices, why_no_launch
 
 @pytest.fixture
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A torch with CUDA and a Triton that can launch."""
+    """A torch with CUDA, a driver, and a Triton that can launch."""
     monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(devices, "has_driver", lambda: True)
     monkeypatch.setattr(devices, "why_no_launch", lambda: "")
     cuda_devices.cache_clear()
     yield monkeypatch
@@ -35,6 +36,17 @@ def test_a_driver_that_torch_refuses_is_no_device(cuda_build: pytest.MonkeyPatch
     """NVML would name the device, and the rank would end at its first call of CUDA."""
     cuda_build.setattr(devices, "_CHILD", _child("raise RuntimeError('The NVIDIA driver is too old')"))
     assert cuda_devices() == ((), "RuntimeError: The NVIDIA driver is too old")
+
+
+def test_without_a_driver_nothing_is_tried_or_said(
+    cuda_build: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where pip took its default, a CUDA build of torch, on a machine without a GPU."""
+    cuda_build.setattr(devices, "has_driver", lambda: False)
+    cuda_build.setattr(devices, "_CHILD", _child("print('[\"A\", 9, 8]')"))
+    assert cuda_devices() == ((), "this machine has no NVIDIA driver (libcuda.so.1)")
+    assert not devices.on_gpu("auto") and devices.on_gpu("cuda")
+    assert not caplog.text and not capsys.readouterr().err
 
 
 def test_a_device_that_hangs_is_given_up(cuda_build: pytest.MonkeyPatch) -> None:

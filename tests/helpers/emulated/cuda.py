@@ -379,6 +379,8 @@ def install() -> None:
         "check_error": _idle(),
     }.items():
         setattr(torch.cuda, name, value)
+    # Optimizers ask for its stream, which a CUDA build of torch takes from the driver.
+    torch.accelerator.current_accelerator = lambda check_available=False: None
     to = torch.Tensor.to
 
     def to_device(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -84,7 +84,8 @@ def test_a_step_has_more_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert parse("--device", "cuda", "--max-num-batched-tokens", "512").engine.max_num_batched_tokens == 512
     assert parse("--device", "cuda", "--max-num-seqs", "5000").engine.max_num_batched_tokens == 5000
     assert parse("--device", "cpu").engine.max_num_batched_tokens == parse().engine.max_num_batched_tokens == 512
-    monkeypatch.setattr("tightwire.cuda_devices.torch_has_cuda", lambda: True)
+    for name in ("torch_has_cuda", "has_driver"):
+        monkeypatch.setattr(f"tightwire.cuda_devices.{name}", lambda: True)
     monkeypatch.setattr("tightwire.cuda_devices.cuda_devices", lambda: (["a GPU"], ""))
     assert parse().engine.max_num_batched_tokens == 4096
 

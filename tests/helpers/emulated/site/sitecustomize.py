@@ -1,5 +1,6 @@
 """Gives every Python process whose path begins with this folder the emulated CUDA device, as soon as it imports torch."""
 
+import ctypes
 import runpy
 import sys
 from importlib.abc import MetaPathFinder
@@ -33,5 +34,13 @@ def _versions(path: str, *args: Any, **kwargs: Any) -> Any:
     return {**found, "cuda": "13.0"} if path.endswith("torch/version.py") else found
 
 
+class _Library(ctypes.CDLL):
+    """``cuda_devices.has_driver`` opens the driver's library."""
+
+    def __init__(self, name: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(None if name == "libcuda.so.1" else name, *args, **kwargs)
+
+
+ctypes.CDLL = _Library
 runpy.run_path = _versions
 sys.meta_path.insert(0, _Torch())
