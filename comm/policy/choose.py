@@ -1,7 +1,7 @@
 """Makes the policy: an AllReduce for each site, phase and size, with the reasons. The only definition of ``auto``.
 
-Two rules precede speed. A lossy algorithm is chosen only if it was named or an error budget allows it, for prefill rows
-only. And within a phase a row's sum must not depend on the size of its message, or a text would depend on other
+Two rules precede speed. A lossy algorithm is chosen only if it was named or the error budget of the phase allows it.
+And within a phase a row's sum must not depend on the size of its message, or a text would depend on other
 requests. So ``auto`` first chooses an order of adding for the phase, and switches by size only between algorithms of
 that order, which give the same bits.
 """
@@ -19,6 +19,7 @@ from tightwire.comm.all_reduce.make import lossless_names, lossy_names, parse_al
 from tightwire.comm.codec.error_bounds import relative_rms_error
 from tightwire.comm.policy.accuracy import Accuracy
 from tightwire.comm.policy.cost import CostModel, size_grid
+from tightwire.comm.policy.error_budget import ErrorBudget
 from tightwire.comm.policy.rules import (
     DROP,
     PHASES,
@@ -51,16 +52,16 @@ class PolicyRequest:
     max_decode_rows: int
     num_layers: int = 0  # 0: not known
     allreduce: str = "auto"
-    decode: str | None = None
-    error_budget: float | None = None  # relative RMS error of one AllReduce
-    kl_budget: float | None = None  # mean KL of next tokens, in nats
+    decode: str | ErrorBudget | None = None  # a name, or a budget of auto in decode rows
+    budget: ErrorBudget | None = None  # of auto in prefill rows
     accuracy: Accuracy = field(default_factory=Accuracy)  # what quantized sums cost
     file: PolicyFile | None = None  # takes precedence over all of the above
     file_name: str = ""
 
     def __post_init__(self) -> None:
-        for name in (self.allreduce, self.decode or "auto"):
-            parse_all_reduce(name)
+        for name in (self.allreduce, self.decode):
+            if isinstance(name, str):
+                parse_all_reduce(name)
 
     def lossy_names(self) -> list[str]:
         """The quantized names worth measuring, with codec groups that fill whole rows if possible."""
@@ -77,7 +78,7 @@ class PolicyRequest:
             return "auto", "embeddings are summed exactly, as all ranks but one add zeros"
         if site != "embed" and phase == "decode":
             if self.decode is not None:
-                return self.decode, f"--allreduce-decode {self.decode}"
+                return self.decode if isinstance(self.decode, str) else "auto", f"--allreduce-decode {self.decode}"
             if not lossless:
                 return "auto", f"decode rows stay exact: --allreduce {self.allreduce} is lossy"
         return self.allreduce, f"--allreduce {self.allreduce}"
@@ -117,8 +118,9 @@ class Chooser:
         self.parts_us = costs.parts_us
         self._row_bytes = request.row_elems * costs.setting.elem_bytes
         self._errors: dict[str, float] = {}
-        budgets = request.error_budget, request.kl_budget
-        self._admitted = {phase: self._admit(*(budgets if phase == "prefill" else (None, None))) for phase in PHASES}
+        decode = request.decode if isinstance(request.decode, ErrorBudget) else None
+        self._budgets = {"prefill": request.budget, "decode": decode, "embed": None}
+        self._admitted = {phase: self._admit(phase, budget) for phase, budget in self._budgets.items()}
 
     def policy(self) -> Policy:
         """Rules for every site and phase; raises QuarantinedError if ``auto`` has no usable algorithm left."""
@@ -134,17 +136,17 @@ class Chooser:
     def warning(self) -> str | None:
         """A problem with the request's policy file or KL budget that does not prevent its use, or None."""
         request, accuracy = self._request, self._request.accuracy
-        if request.kl_budget is not None and request.allreduce == "auto" and not accuracy.of_this_model:
-            return (
-                f"--comm-error-budget kl={request.kl_budget:g} is compared with the KL {accuracy.measured_on}; "
-                f"`{accuracy.command}` measures this model"
-            )
+        prefill = request.budget if request.allreduce == "auto" else None
+        for flag, budget in ("--comm-error-budget", prefill), ("--allreduce-decode", self._budgets["decode"]):
+            if budget is not None and budget.is_kl and not accuracy.of_this_model:
+                measured = f"the KL {accuracy.measured_on}; `{accuracy.command}` measures this model"
+                return f"{flag} {budget} is compared with {measured}"
         world_size = self._costs.setting.world_size
         return None if request.file is None else world_size_warning(request.file, request.file_name, world_size)
 
     def candidates(self) -> list[str]:
         """Every algorithm worth measuring here, lossless ones first."""
-        admitted = self._admit(error_budget=1.0)
+        admitted = self._admit("prefill", ErrorBudget(1.0))
         names = [*admitted.refused, *(name for names in admitted.orders.values() for name in names)]
         names = [name for name in names if self._fits_nodes(name)]
         return sorted(names, key=lambda name: not parse_all_reduce(name).lossless)
@@ -224,14 +226,14 @@ class Chooser:
         for number, (size, leader) in enumerate(bands):
             others = sorted((name for name in members if name != leader), key=lambda name: self._us(name, size))
             limit = None if number == len(bands) - 1 else size
-            why = preface + self._why(leader, others, size)
+            why = preface + self._why(phase, leader, others, size)
             choices.append(Choice(up_to_bytes=limit, algorithms=(leader, *others, *substitutes), reason=why))
         return tuple(choices)
 
-    def _admit(self, error_budget: float | None, kl_budget: float | None = None) -> _Admitted:
+    def _admit(self, phase: str, budget: ErrorBudget | None) -> _Admitted:
         admitted, usable = _Admitted(), dict[str, str]()
         for name in [*lossless_names(), *self._request.lossy_names()]:
-            order, reason = self._order(name, error_budget, kl_budget)
+            order, reason = self._order(name, phase, budget)
             if name in self._wrong:
                 admitted.refused[name] = f"summed wrongly when measured: {self._wrong[name]}"
             elif reason is not None:
@@ -250,32 +252,27 @@ class Chooser:
     def _fits_nodes(self, name: str) -> bool:
         return not parse_all_reduce(name).needs_nodes or self._costs.setting.num_nodes > 1
 
-    def _order(self, name: str, error_budget: float | None, kl_budget: float | None) -> tuple[str, str | None]:
+    def _order(self, name: str, phase: str, budget: ErrorBudget | None) -> tuple[str, str | None]:
         """The order in which ``name`` adds, and why it may not be used, or None if it may."""
         parsed = parse_all_reduce(name)
         reason = parsed.refusal(self._costs.setting)
         if parsed.lossless or not self._fits_nodes(name):
             return parsed.order, reason
-        return name, self._why_too_lossy(name, error_budget, kl_budget)
+        return name, self._why_too_lossy(name, phase, budget)
 
-    def _why_too_lossy(self, name: str, error_budget: float | None, kl_budget: float | None) -> str | None:
-        if error_budget is None and kl_budget is None:
+    def _why_too_lossy(self, name: str, phase: str, budget: ErrorBudget | None) -> str | None:
+        if budget is None:
             return "lossy; no error budget for these rows"
-        if crossing := self._crossing_rows(name):
+        if crossing := self._crossing_rows(name, phase):
             return f"lossy{crossing}"
-        if kl_budget is not None:
-            accuracy = self._request.accuracy
-            if name in accuracy.losses and accuracy.losses[name].kl <= kl_budget:
-                return None
-            why = f"exceeds the budget of kl={kl_budget:g}" if name in accuracy.losses else "lossy"
-            return f"{why}: {accuracy.describe(name)}"
-        assert error_budget is not None
-        error = self.error(name)
-        if error > error_budget:
-            return f"its error of {error:.3g} exceeds the budget of {error_budget:g}"
-        return None
+        losses, error = self._request.accuracy.losses, self.error(name)
+        if budget.is_kl and (name not in losses or losses[name].kl > budget.limit):
+            why = f"exceeds the budget of {budget}" if name in losses else "lossy"
+            return f"{why}: {self._request.accuracy.describe(name)}"
+        exceeds = not budget.is_kl and error > budget.limit
+        return f"its error of {error:.3g} exceeds the budget of {budget}" if exceeds else None
 
-    def _crossing_rows(self, name: str, phase: str = "prefill") -> str:
+    def _crossing_rows(self, name: str, phase: str) -> str:
         """A warning for codec groups that hold numbers of two rows; empty if they do not."""
         group = max((codec.group_elems for codec in parse_all_reduce(name).codecs), default=1)
         if self._request.row_elems % group == 0:
@@ -291,7 +288,7 @@ class Chooser:
         beside = "; decode rows are quantized" if quantized else ""
         return (rule.reason + beside + self._crossing_rows(rule.algorithm, rule.phase)).removeprefix("; ")
 
-    def _why(self, leader: str, others: list[str], size: int) -> str:
+    def _why(self, phase: str, leader: str, others: list[str], size: int) -> str:
         source = "predicted; `tightwire tune` measures"
         if self._costs.predict(leader, size).measured:
             source = "measured on this host"
@@ -302,13 +299,11 @@ class Chooser:
             beside = f", {others[0]} {self._us(others[0], size):.0f} us"
             if self._us(others[0], size) < self._us(leader, size):
                 beside += f", which gains less than {_LEAST_GAIN}"
-        lossy = "" if parse_all_reduce(leader).lossless else f", {self._describe_loss(leader)} within the budget"
+        lossy = ""
+        if (budget := self._budgets[phase]) is not None and not parse_all_reduce(leader).lossless:
+            loss = self._request.accuracy.describe(leader) if budget.is_kl else f"error {self.error(leader):.3g}"
+            lossy = f", {loss} within the budget"
         return f"{self._us(leader, size):.0f} us at {format_bytes(size)}{beside}{lossy} ({source})"
-
-    def _describe_loss(self, name: str) -> str:
-        if self._request.kl_budget is None:
-            return f"error {self.error(name):.3g}"
-        return self._request.accuracy.describe(name)
 
     def _why_chosen(self, chosen: str, num_bytes: int, admitted: _Admitted) -> str:
         members = next(names for names in admitted.orders.values() if chosen in names)
@@ -326,7 +321,7 @@ class Chooser:
         return "slower over all sizes of the phase, which uses one order of summing"
 
     def _phase_us(self, phase: str, names: list[str]) -> float:
-        if phase == "decode":
+        if phase != "prefill":
             rows = [min(count, self._request.max_decode_rows) for count in _DECODE_ROWS]
         else:
             rows = [max(1, round(share * self._request.max_rows)) for share in _PREFILL_SHARES]
@@ -341,8 +336,8 @@ def _dropped(why: str, error: float) -> Verdict:
 
 
 def _budget_phase(site: str, phase: str) -> str:
-    """The phase whose error budget applies: embeddings are exact in prompt rows too."""
-    return "decode" if site == "embed" else phase
+    """The key of the error budget that applies; embeddings, which are exact in every phase, have one of their own."""
+    return "embed" if site == "embed" else phase
 
 
 def _preface(by: str) -> str:

@@ -15,6 +15,11 @@ class ErrorBudget:
         return f"kl={self.limit:g}" if self.is_kl else f"{self.limit:g}"
 
 
+def parse_name_or_budget(text: str) -> str | ErrorBudget:
+    """Parse the name of an AllReduce, or a budget, which begins with ``kl=`` or a digit."""
+    return parse_error_budget(text) if text.startswith("kl=") or text[:1].isdigit() else text
+
+
 def parse_error_budget(text: str) -> ErrorBudget:
     """Parse ``0.01`` or ``kl=0.02``; raise ValueError for anything else."""
     is_kl = text.startswith("kl=")

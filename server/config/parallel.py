@@ -7,7 +7,7 @@ from tightwire.comm.all_reduce.names import describe_all_reduce_names, split_all
 from tightwire.comm.codec.codec_names import has_feedback, parse_format
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
-from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget
+from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget, parse_name_or_budget
 from tightwire.option import flag_of, option, require, require_declared
 
 MAX_RANKS = 64  # each rank imports torch before the model can say how many ranks it supports
@@ -52,10 +52,12 @@ class ParallelOptions:
         "message size; `tightwire explain` shows the cost of each",
         metavar="NAME",
     )
-    allreduce_decode: str | None = option(
+    allreduce_decode: ErrorBudget | str | None = option(
         None,
-        "algorithm for rows of generated tokens; default: the one of --allreduce if it is lossless, else auto",
+        "algorithm for rows of generated tokens, or a budget as for --comm-error-budget, within which auto chooses it; default: "
+        "the one of --allreduce if it is lossless, else auto",
         metavar="NAME",
+        parse=parse_name_or_budget,
     )
     comm_error_budget: ErrorBudget | None = option(
         None,

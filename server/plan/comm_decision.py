@@ -76,15 +76,13 @@ def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, Policy
     """The policy requests by name, the server's own first. ValueError: an impossible split, or another model's policy file."""
     parallel, engine = config.parallel, config.engine
     make_layout(model, parallel.num_summing, parallel.tp_split and parallel.tp_split[: parallel.num_summing])
-    budget = parallel.comm_error_budget
     base = PolicyRequest(
         row_elems=model.hidden_size,
         max_rows=engine.max_num_batched_tokens,
         max_decode_rows=engine.max_num_seqs,
         num_layers=model.num_layers,
         decode=parallel.allreduce_decode,
-        error_budget=None if budget is None or budget.is_kl else budget.limit,
-        kl_budget=budget.limit if budget is not None and budget.is_kl else None,
+        budget=parallel.comm_error_budget,
         accuracy=Accuracy(command=f"tightwire tune --quality {config.model.model} --tp {parallel.num_summing}"),
     )
     names = dict.fromkeys([parallel.allreduce, *parallel.allreduce_extra])

@@ -121,9 +121,9 @@ def check_all_reduce_names(options: ParallelOptions) -> None:
     named = [("allreduce", options.allreduce), ("allreduce_decode", options.allreduce_decode)]
     for field, name in [*named, *(("allreduce_extra", name) for name in options.allreduce_extra)]:
         try:
-            if name is not None and name.startswith(POLICY_PREFIX) and field != "allreduce_decode":
+            if isinstance(name, str) and name.startswith(POLICY_PREFIX) and field != "allreduce_decode":
                 read_policy_file(Path(name.removeprefix(POLICY_PREFIX)))
-            elif name is not None:
+            elif isinstance(name, str):
                 split_name(name)
         except ValueError as error:
             raise ValueError(f"--{field.replace('_', '-')}: {error}") from None

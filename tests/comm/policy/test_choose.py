@@ -9,6 +9,7 @@ from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.policy.accuracy import Accuracy, Loss
 from tightwire.comm.policy.choose import Chooser, PolicyRequest, Verdict
 from tightwire.comm.policy.cost import CostModel, size_grid
+from tightwire.comm.policy.error_budget import ErrorBudget
 from tightwire.comm.policy.rules import PHASES, SITES, QuarantinedError
 
 ROW = 576  # not a multiple of 128
@@ -112,7 +113,7 @@ def slow_points(made: Chooser) -> dict[str, list[tuple[int, float]]]:
 )
 def test_an_error_budget_buys_the_fastest_codec_within_it_for_prompt_rows(budget: float, codec: str | None) -> None:
     made = chooser(transport="process-group")
-    made = chooser(transport="process-group", points=slow_points(made), error_budget=budget)
+    made = chooser(transport="process-group", points=slow_points(made), budget=ErrorBudget(budget))
     prefill = first(made, "down_proj", "prefill")
     if codec is None:
         assert lossless(prefill)
@@ -128,7 +129,7 @@ def test_an_error_budget_buys_the_fastest_codec_within_it_for_prompt_rows(budget
 )
 def test_a_budget_of_kl_buys_the_fastest_codec_on_the_measured_front(budget: float, codec: str | None) -> None:
     made = chooser(transport="process-group")
-    made = chooser(transport="process-group", points=slow_points(made), kl_budget=budget)
+    made = chooser(transport="process-group", points=slow_points(made), budget=ErrorBudget(budget, is_kl=True))
     (choice,) = made.policy().choices("down_proj", 0, "prefill") if codec else (None,)
     assert (choice is None and lossless(first(made, "down_proj", "prefill"))) or (
         choice is not None and choice.algorithms[0] == f"flash-{codec}" and "measured on SmolLM2-135M" in choice.reason
@@ -142,11 +143,13 @@ def test_a_budget_of_kl_buys_the_fastest_codec_on_the_measured_front(budget: flo
 def test_a_budget_of_kl_is_compared_with_the_figures_of_the_model_in_use() -> None:
     """Figures of another model are said to be that, with the command that measures this one."""
     made = chooser(transport="process-group")
-    others = chooser(transport="process-group", points=slow_points(made), kl_budget=0.02)
+    others = chooser(transport="process-group", points=slow_points(made), budget=ErrorBudget(0.02, is_kl=True))
     assert others.warning is not None and "`tightwire tune --quality MODEL` measures this model" in others.warning
     losses = {"flash-int8": Loss(0.001, 0.001), "flash-int4": Loss(0.5, 0.6)}
     own = Accuracy(losses=losses, measured_on="on this model with 2 ranks", of_this_model=True)
-    made = chooser(transport="process-group", points=slow_points(made), kl_budget=0.02, accuracy=own)
+    made = chooser(
+        transport="process-group", points=slow_points(made), budget=ErrorBudget(0.02, is_kl=True), accuracy=own
+    )
     (choice,) = made.policy().choices("down_proj", 0, "prefill")
     assert choice.algorithms[0] == "flash-int8" and made.warning is None
     assert "KL 0.001, perplexity +0.1 % (measured on this model with 2 ranks) within the budget" in choice.reason
@@ -175,21 +178,38 @@ def test_the_reason_of_a_named_algorithm_says_what_it_costs(name: str, said: str
     assert said in choice.reason and ("accuracy" in choice.reason or "KL" in choice.reason) == (name != "ring")
 
 
+def test_decode_rows_have_a_budget_of_their_own() -> None:
+    """Quantized on a slow wire, by the figures of prompt rows, with 8 bits in the first layer and the last sum."""
+    points, kl = slow_points(chooser(transport="process-group")), ErrorBudget(0.02, is_kl=True)
+    made = chooser(transport="process-group", points=points, decode=kl, num_layers=30)
+    (choice,) = made.policy().choices("o_proj", 3, "decode")
+    assert choice.algorithms[0] == "flash-int4" and "KL 0.016" in choice.reason and "within the budget" in choice.reason
+    assert first(made, "o_proj", "decode") == ["flash-int8"]
+    assert lossless(first(made, "o_proj", "prefill")) and lossless(first(made, "embed", "decode"))
+    assert made.warning is not None and made.warning.startswith("--allreduce-decode kl=0.02 is compared")
+    refused = verdict_of(made.verdicts("o_proj", "decode", 2 * ROW, layer=3), "flash-int3")
+    assert refused.why.startswith("exceeds the budget of kl=0.02")
+    both = chooser(transport="process-group", points=points, allreduce="flash-int8", decode=ErrorBudget(0.03))
+    assert first(both, "o_proj", "prefill") == ["flash-int8"] and first(both, "o_proj", "decode") == ["flash-int6"]
+    named = chooser(transport="process-group", points=points, allreduce="ring", decode=ErrorBudget(0.03))
+    assert first(named, "o_proj", "prefill") == ["ring"] and first(named, "o_proj", "decode") == ["flash-int6"]
+
+
 def test_a_fast_wire_gives_up_no_accuracy_for_any_budget() -> None:
-    made = chooser(transport="shared-memory", kl_budget=1.0)
+    made = chooser(transport="shared-memory", budget=ErrorBudget(1.0, is_kl=True))
     assert lossless(first(made, "down_proj", "prefill"))
 
 
 def test_within_a_phase_a_lossy_sum_is_used_at_every_size_or_not_at_all() -> None:
     points = slow_points(chooser(transport="process-group"))
-    made = chooser(transport="process-group", points=points, error_budget=0.5)
+    made = chooser(transport="process-group", points=points, budget=ErrorBudget(0.5))
     assert len(made.policy().choices("o_proj", 0, "prefill")) == 1
     substitutes = made.policy().choices("o_proj", 0, "prefill")[0].algorithms[1:]
     assert substitutes and lossless(list(substitutes))
 
 
 def test_a_codec_whose_groups_cross_rows_is_not_chosen_and_said_when_named() -> None:
-    made = chooser(transport="process-group", row_elems=72, error_budget=0.9)
+    made = chooser(transport="process-group", row_elems=72, budget=ErrorBudget(0.9))
     assert lossless(first(made, "o_proj", "prefill"))
     (choice,) = chooser(allreduce="flash-int8-plain").policy().choices("o_proj", 0, "prefill")
     assert "groups of 128 cross rows of 576, so a text may depend on what is prefilled" in choice.reason
@@ -199,10 +219,10 @@ def test_a_codec_whose_groups_cross_rows_is_not_chosen_and_said_when_named() -> 
     assert "cross" not in choice.reason
 
 
-@pytest.mark.parametrize("asked", [{"allreduce": "flash-int4"}, {"error_budget": 0.12}])
+@pytest.mark.parametrize("asked", [{"allreduce": "flash-int4"}, {"budget": ErrorBudget(0.12)}])
 def test_a_preset_of_less_than_eight_bits_spares_the_first_layer_and_the_last_sum(asked: dict[str, Any]) -> None:
     made = chooser(transport="process-group")
-    if "error_budget" in asked:
+    if "budget" in asked:
         asked = asked | {"points": slow_points(made)}
     policy = chooser(transport="process-group", num_layers=30, **asked).policy()
     used = {(site, at): policy.choices(site, at, "prefill")[0] for site in SITES for at in (0, 1, 28, 29)}
@@ -308,6 +328,6 @@ def test_beside_a_named_algorithm_the_others_were_not_asked_for() -> None:
 
 
 def test_an_exceeded_budget_is_the_reason() -> None:
-    verdicts = chooser(error_budget=0.02).verdicts("o_proj", "prefill", 1152)
+    verdicts = chooser(budget=ErrorBudget(0.02)).verdicts("o_proj", "prefill", 1152)
     assert "exceeds the budget of 0.02" in verdict_of(verdicts, "flash-int4").why
     assert verdict_of(verdicts, "flash-int8").why.endswith("times as slow")

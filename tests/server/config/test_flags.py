@@ -55,6 +55,8 @@ def test_without_arguments_every_option_has_its_default() -> None:
         (["--allreduce", "two-shot"], "parallel", "allreduce", "two-shot"),
         (["--allreduce", "flash:int4,int8"], "parallel", "allreduce", "flash:int4,int8"),
         (["--allreduce-decode", "ring"], "parallel", "allreduce_decode", "ring"),
+        (["--allreduce-decode", "kl=0.02"], "parallel", "allreduce_decode", ErrorBudget(0.02, is_kl=True)),
+        (["--allreduce-decode", "0.01"], "parallel", "allreduce_decode", ErrorBudget(0.01)),
         (
             ["--tp", "2", "--allreduce-extra", "ring,flash:int4,int8,policy:a.json"],
             "parallel",
@@ -122,6 +124,7 @@ def test_a_step_has_more_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
             ["--tp", "2", "--allreduce-extra", "policy:b.json", "--comm-error-budget", "0.1"],
             "--comm-error-budget 0.1 and policy:b.json both choose the AllReduce",
         ),
+        (["--allreduce-decode", "kl=x"], "--allreduce-decode: must be a relative error above 0 and below 1, or kl=X"),
         (["--comm-error-budget", "1.5"], "--comm-error-budget: must be a relative error above 0 and below 1"),
         (["--kv-cache-memory", "lots"], "'lots' is not a size"),
         (["--port", "70000"], "--port must be 0 to 65535"),

@@ -80,9 +80,10 @@ def test_a_lossy_name_is_kept_from_generated_rows_and_all_that_was_asked_is_in_o
         "tp": 2,
         "allreduce": "flash-int8",
         "comm_error_budget": ErrorBudget(0.1),
+        "allreduce_decode": ErrorBudget(0.001),
     }
     plan = decide(make_config(options), MODEL).plan
-    assert plan.allreduce == "flash-int8+error-budget=0.1"
+    assert plan.allreduce == "flash-int8+decode=0.001+error-budget=0.1"
     assert plan.policies[0].policy.choices("down_proj", 0, "prefill")[0].algorithms == ("flash-int8",)
     assert "flash-int8" not in plan.policies[0].policy.choices("down_proj", 0, "decode")[0].algorithms
 
