@@ -92,6 +92,7 @@ def lines(
     dashed: Callable[[str], bool] = lambda series: False,
     ticks: bool = False,
     log_x: bool = True,
+    log_y: bool = True,
     joined: bool = True,
     note: str = "",
 ) -> Plot:
@@ -113,7 +114,8 @@ def lines(
                 axes.plot(xs, ys, label=label, color=series_color(number), marker=marker, markersize=5, linestyle=style)
         if log_x:
             _make_log(axes, "x")
-        _make_log(axes, "y")
+        if log_y:
+            _make_log(axes, "y")
         if ticks:
             labels = {x.scaled(row): x.text(row) for row in known}
             axes.set_xticks(list(labels), list(labels.values()))
