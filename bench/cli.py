@@ -14,79 +14,55 @@ from tightwire.server.config.flags import make_parser, parse, refuse_serving_fla
 _MAX_TUNE_SECONDS = 3600.0
 _QUALITY_TOKENS = 4096
 
-# Verb -> ("module:class" of the options, which imports no torch, "module:class" of the bench, one line of help).
+# Verb -> ("module:class" in ``bench`` of the options, which imports no torch, "module:class" of the bench, one line of help).
 Verbs = dict[str, tuple[str, str, str]]
 VERBS: Verbs = {
-    "comm": (
-        "tightwire.bench.comm.options:CommOptions",
-        "tightwire.bench.comm.bench:CommBench",
-        "time and check every AllReduce by message size",
-    ),
+    "comm": ("comm.options:CommOptions", "comm.bench:CommBench", "time and check every AllReduce by message size"),
     "compare": (
-        "tightwire.bench.compare.options:CompareOptions",
-        "tightwire.bench.compare.bench:CompareBench",
+        "compare.options:CompareOptions",
+        "compare.bench:CompareBench",
         "compare two results of one bench; exit code 1 for a regression",
     ),
-    "kernels": (
-        "tightwire.bench.kernels.options:KernelOptions",
-        "tightwire.bench.kernels.bench:KernelBench",
-        "time codecs on one core or one GPU",
-    ),
+    "kernels": ("kernels.options:KernelOptions", "kernels.bench:KernelBench", "time codecs on one core or one GPU"),
     "quality": (
-        "tightwire.bench.quality.options:QualityOptions",
-        "tightwire.bench.quality.bench:QualityBench",
+        "quality.options:QualityOptions",
+        "quality.bench:QualityBench",
         "measure the accuracy that a quantized AllReduce costs",
     ),
-    "serve": (
-        "tightwire.bench.serve.options:ServeOptions",
-        "tightwire.bench.serve.bench:ServeBench",
-        "put load on a running server: TTFT, TPOT, throughput",
-    ),
-    "stream": (
-        "tightwire.bench.stream.options:StreamOptions",
-        "tightwire.bench.stream.bench:StreamBench",
-        "time steps with streamed weights",
-    ),
-    "train": (
-        "tightwire.bench.train.options:TrainOptions",
-        "tightwire.bench.train.bench:TrainBench",
-        "time training steps between emulated nodes",
-    ),
-    "ttft": (
-        "tightwire.bench.ttft.options:TtftOptions",
-        "tightwire.bench.ttft.bench:TtftBench",
-        "compare AllReduces on one server by time to first token",
-    ),
+    "serve": ("serve.options:ServeOptions", "serve.bench:ServeBench", "put load on a server: TTFT, TPOT, throughput"),
+    "stream": ("stream.options:StreamOptions", "stream.bench:StreamBench", "time steps with streamed weights"),
+    "train": ("train.options:TrainOptions", "train.bench:TrainBench", "time training steps between emulated nodes"),
+    "ttft": ("ttft.options:TtftOptions", "ttft.bench:TtftBench", "compare AllReduces by time to first token"),
 }
 LAB: Verbs = {
     "answers": (
-        "tightwire.bench.lab.answers.options:AnswersOptions",
-        "tightwire.bench.lab.answers.bench:AnswersBench",
+        "lab.answers.options:AnswersOptions",
+        "lab.answers.bench:AnswersBench",
         "compare servers' answers with the model in float32",
     ),
     "code": (
-        "tightwire.bench.lab.code.options:CodeOptions",
-        "tightwire.bench.lab.code.bench:CodeBench",
+        "lab.code.options:CodeOptions",
+        "lab.code.bench:CodeBench",
         "let a running server solve HumanEval's problems, by AllReduce",
     ),
     "peers": (
-        "tightwire.bench.lab.peers.options:PeersOptions",
-        "tightwire.bench.lab.peers.run:PeersBench",
+        "lab.peers.options:PeersOptions",
+        "lab.peers.run:PeersBench",
         "compare with other servers: vLLM, llama.cpp, transformers",
     ),
     "plan": (
-        "tightwire.bench.lab.plan.bench:PlanOptions",
-        "tightwire.bench.lab.plan.bench:PlanBench",
+        "lab.plan.bench:PlanOptions",
+        "lab.plan.bench:PlanBench",
         "compare what `explain --hosts` predicts with servers on emulated hosts",
     ),
     "roofline": (
-        "tightwire.bench.lab.peers.options:RooflineOptions",
-        "tightwire.bench.lab.peers.roofline:RooflineBench",
+        "lab.peers.options:RooflineOptions",
+        "lab.peers.roofline:RooflineBench",
         "profile steps and serving against the device's own rates",
     ),
     "structured": (
-        "tightwire.bench.lab.structured.options:StructuredOptions",
-        "tightwire.bench.lab.structured.bench:StructuredBench",
+        "lab.structured.options:StructuredOptions",
+        "lab.structured.bench:StructuredBench",
         "check and time constrained answers of a running server",
     ),
 }
@@ -164,7 +140,7 @@ def tune(argv: Sequence[str]) -> int:
 def load(entry: str) -> Any:
     """The class that an entry of the tables names."""
     module, _, name = entry.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(f"tightwire.bench.{module}"), name)
 
 
 def _usage(command: str, verbs: Verbs) -> str:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from tightwire.bench.report.result_files import check_label
 from tightwire.comm.link.link import Link
+from tightwire.comm.policy.tune_file import PEER_BLOCKS
 from tightwire.option import option, options_of
 from tightwire.option_flags import add_flags, make_options
 from tightwire.server.config.flags import parse_flags
@@ -59,7 +60,7 @@ class RankOptions:
     transport: str = "auto"
     link: Link | None = None
     timeout_s: float = 60.0
-    peer_blocks: int | None = None  # of a sum's kernel on GPUs
+    peer_blocks: int = PEER_BLOCKS  # of a kernel that sums over peer memory
 
     def __post_init__(self) -> None:
         if self.nodes is not None and (self.nodes < 1 or self.ranks % self.nodes):

@@ -39,8 +39,7 @@ class GroupPlan:
     num_nodes: int = 1
     device: str = "cpu"
     node_segments: tuple[str | None, ...] = ()  # of each node's ranks
-    peer_memory: bool = False
-    peer_blocks: int | None = None
+    peer_blocks: int = 0  # of a kernel that sums over peer memory; 0: the library sums
     sockets: bool = False  # between ranks that share no segment
     network: tuple[EmulatedNode, ...] = ()  # of each node's ranks; (): the machine's own network
     throttle: Link | None = None  # slows the transport itself, where the kernel does not
@@ -68,8 +67,7 @@ def open_ranks(options: RankOptions, preload: Sequence[ModuleType] = ()) -> Iter
             node_segments=tuple(
                 _segment(stack, options.ranks_per_node, has_node_segments) for _ in range(options.num_nodes)
             ),
-            peer_memory=transport == "peer-memory",
-            peer_blocks=options.peer_blocks,
+            peer_blocks=options.peer_blocks if transport == "peer-memory" else 0,
             sockets=options.device == "cpu" and transport != "process-group",
             network=wire.nodes if wire else (),
             throttle=wire.throttle if wire else None,
@@ -82,7 +80,7 @@ def open_ranks(options: RankOptions, preload: Sequence[ModuleType] = ()) -> Iter
                 preload=(make, *preload),
             )
         )
-        found = list(ranks.stream(_has_peer_memory)) if plan.peer_memory else []  # to the stream's end
+        found = list(ranks.stream(_has_peer_memory)) if plan.peer_blocks else []  # to the stream's end
         if not all(has for _, has in found):
             if options.transport == "peer-memory":
                 raise ValueError("--transport peer-memory does not work here; the log of the ranks above says why")
@@ -109,7 +107,6 @@ def open_group(plan: GroupPlan, rank: int) -> Group:
         interface=interface,
         segment_fd=_open(plan.segment),
         sockets=sockets,
-        peer_memory=plan.peer_memory,
         peer_blocks=plan.peer_blocks,
     )
     if plan.num_nodes > 1:

@@ -4,6 +4,7 @@ Ranks are processes of this machine. Every result is checked; an algorithm with 
 ``auto`` never takes it. The file is written atomically after each transport.
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -27,13 +28,23 @@ from tightwire.comm.group.host import num_cores
 from tightwire.comm.group.local_ranks import LocalRankError
 from tightwire.comm.policy.choose import Chooser, PolicyRequest
 from tightwire.comm.policy.cost import CostModel
-from tightwire.comm.policy.tune_file import Computing, Host, Measured, Point, this_host, tune_path, write_tuned
+from tightwire.comm.policy.tune_file import (
+    PEER_BLOCKS,
+    Computing,
+    Host,
+    Measured,
+    Point,
+    this_host,
+    tune_path,
+    write_tuned,
+)
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.model.open import open_checkpoint
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import policy_requests
 from tightwire.server.plan.setting import decide_setting
 
+_BLOCKS = (8, 16, 32, 64)  # of a kernel that sums over peer memory: few for short messages, more for long ones
 _LOOK_S = 1.5  # for a look at the load before the measurement
 _START_S = 6.0  # for the ranks of one transport to start and join
 _MAX_OTHERS_SHARE = 0.25  # of the cores; above it, medians were wrong by up to ten times
@@ -122,24 +133,37 @@ def measure_all(plan: TunePlan, console: Console, *, allow_busy: bool = False) -
     for setting in plan.settings:
         console.print(str(setting), style="bold", markup=False)
         try:
-            yield _measure_setting(plan, setting, console, allow_busy)
+            found = [_measure_setting(plan, setting, console, allow_busy, each) for each in _blocks_of(setting)]
+            yield min(found, key=lambda each: (len(each.wrong), sum(math.log(point.us) for point in each.points)))
         except ValueError as error:
             if len(plan.settings) == 1:
                 raise
             console.print(f"{setting.transport} is left out: {error}", markup=False, soft_wrap=True)
 
 
-def _measure_setting(tune: TunePlan, setting: Setting, console: Console, allow_busy: bool) -> Measured:
+def _blocks_of(setting: Setting) -> tuple[int, ...]:
+    """The blocks of a kernel to measure one after the other."""
+    return _BLOCKS if setting.transport == "peer-memory" else (PEER_BLOCKS,)
+
+
+def _measure_setting(tune: TunePlan, setting: Setting, console: Console, allow_busy: bool, blocks: int) -> Measured:
     options = RankOptions(
-        ranks=setting.world_size, device=setting.device, transport=setting.transport, nodes=setting.num_nodes
+        ranks=setting.world_size,
+        device=setting.device,
+        transport=setting.transport,
+        nodes=setting.num_nodes,
+        peer_blocks=blocks,
     )
-    num_sizes = sum(len(tune.sizes(each)) for each in tune.settings)
+    if setting.transport == "peer-memory":
+        console.print(f"{blocks} blocks of a kernel")
+    runs = [each for each in tune.settings for _ in _blocks_of(each)]
+    num_sizes = sum(len(tune.sizes(each)) for each in runs)
     plan = MeasurePlan(
         algorithms=tuple(Chooser(tune.request, CostModel(setting)).candidates()),
         sizes=tune.sizes(setting),
         dtype=setting.dtype,
         repeats=_MAX_CALLS,
-        seconds_per_size=max(_MIN_SECONDS_PER_SIZE, (tune.seconds - _START_S * len(tune.settings)) / num_sizes),
+        seconds_per_size=max(_MIN_SECONDS_PER_SIZE, (tune.seconds - _START_S * len(runs)) / num_sizes),
         seed=0,
         computing=setting.device == "cpu",  # on CUDA a whole AllReduce is one kernel: nothing is computed apart from it
     )
@@ -155,7 +179,7 @@ def _measure_setting(tune: TunePlan, setting: Setting, console: Console, allow_b
         others = watch.share()
     if not allow_busy:
         _check_quiet(others, f"while {setting.transport} was measured")
-    return judge(setting, cells)
+    return judge(setting, cells, blocks)
 
 
 def _check_quiet(share: float, when: str) -> None:
@@ -167,7 +191,7 @@ def _check_quiet(share: float, when: str) -> None:
         )
 
 
-def judge(setting: Setting, cells: Cells) -> Measured:
+def judge(setting: Setting, cells: Cells, peer_blocks: int = PEER_BLOCKS) -> Measured:
     """Medians of correct calls, the slowest rank's computing, and the first fault of each wrong algorithm."""
     rows = sorted(cells.rows, key=lambda row: row["size"])
     wrong: dict[str, str] = {}
@@ -192,4 +216,5 @@ def judge(setting: Setting, cells: Cells) -> Measured:
         ),
         wrong=wrong,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        peer_blocks=peer_blocks,
     )

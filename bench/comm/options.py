@@ -11,6 +11,7 @@ from tightwire.comm.all_reduce.names import (
     split_name,
 )
 from tightwire.comm.link.link import Link, parse_link
+from tightwire.comm.policy.tune_file import PEER_BLOCKS
 from tightwire.option import option
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -93,7 +94,7 @@ class CommOptions(OutputOptions):
             transport=self.transport,
             link=link,
             timeout_s=self.timeout_s,
-            peer_blocks=workers if self.device == "cuda" else None,
+            peer_blocks=workers if workers and self.device == "cuda" else PEER_BLOCKS,
         )
 
     @property

@@ -115,8 +115,7 @@ def open_process_group(
     interface: str | None = None,
     segment_fd: int | None = None,
     sockets: SocketOptions | None = None,
-    peer_memory: bool = False,
-    peer_blocks: int | None = None,
+    peer_blocks: int = 0,
     ledger: Ledger | None = None,
     numbered: Numbered | None = None,
 ) -> Group:
@@ -133,15 +132,14 @@ def open_process_group(
         segment_fd: memory that all ranks share (``comm.transport.segment``), for all but the library's own all-reduce.
         sockets: options of our own sockets (``comm.transport.sockets``) for messages between CPU ranks that share no memory;
             without them messages go over gloo.
-        peer_memory: sum CUDA tensors through each other's memory (``comm.transport.peer_access``), if possible.
-        peer_blocks: blocks of such a sum's kernel, by default 32; the device may limit them.
+        peer_blocks: of kernels that sum CUDA tensors in each other's memory (``comm.transport.peer_access``), if possible; 0: none.
         numbered: converts errors of CPU ranks, whose numbers are those of this group.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {device}")
     if device.type != "cpu" and (segment_fd is not None or sockets is not None):
         raise ValueError(f"shared memory and sockets carry CPU tensors, got device {device}")
-    if peer_memory and device.type != "cuda":
+    if peer_blocks and device.type != "cuda":
         raise ValueError(f"peer memory is between GPUs, got device {device}")
     ledger, rank, world_size, no_peer_memory = ledger or Ledger(), topology.rank, topology.world_size, ""
     if world_size == 1:
@@ -184,7 +182,7 @@ def open_process_group(
         joined.barrier()
         if segment_fd is not None:
             transport = SharedMemoryTransport(segment_fd, joined)
-        if peer_memory:
+        if peer_blocks:
             no_peer_memory = add_peer_memory(joined, PrefixStore("peer-memory", store), peer_blocks)
     return Group(
         rank=rank,

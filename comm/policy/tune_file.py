@@ -17,6 +17,9 @@ from tightwire.atomic_file import write_atomic
 from tightwire.comm.all_reduce.entry import Setting
 
 SCHEMA = 2
+PEER_BLOCKS = (
+    32  # of a kernel that sums over peer memory: enough to keep a link busy, and few enough that all run at once
+)
 
 
 class Host(msgspec.Struct, frozen=True):
@@ -55,6 +58,7 @@ class Measured(msgspec.Struct, frozen=True):
     computing: tuple[Computing, ...]  # applies to any transport and link
     wrong: dict[str, str]  # algorithms that summed wrongly, with the error
     date: str  # ISO, UTC
+    peer_blocks: int = PEER_BLOCKS  # of the fastest kernels, which the points are of
 
     def rows(self, *, computing: bool = False) -> dict[str, list[tuple[int, float]]]:
         """Times by algorithm, for ``comm.policy.cost.CostModel``, without wrong algorithms."""

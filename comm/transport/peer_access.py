@@ -70,7 +70,7 @@ def _objection_to_peers(device: torch.device, facts: Sequence[Sequence[str]]) ->
     return None
 
 
-def add_peer_memory(library: ProcessGroupTransport, store: Store, num_blocks: int | None = None) -> str:
+def add_peer_memory(library: ProcessGroupTransport, store: Store, num_blocks: int) -> str:
     """Let ``library`` sum through peer memory, or log and return why not; CollectiveTimeoutError: a rank is late.
 
     All ranks reach ``store``, and nothing else writes to it.

@@ -88,8 +88,6 @@ class PeerAllReduce:
 
 # Half of a rank's buffer: the bytes that one launch moves. Longer messages take several launches of about 10 us each.
 SEND_BYTES = 16 << 20
-# Enough blocks to keep a link busy, and few enough that every GPU runs all of them at once.
-NUM_BLOCKS = 32
 
 _PATTERN_BYTES = 16
 _IPC_DEVICE = 6  # place of the device among the arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor
@@ -103,8 +101,8 @@ def map_peer_buffers(
     store: Store,
     device: torch.device,
     *,
+    num_blocks: int,
     send_bytes: int = SEND_BYTES,
-    num_blocks: int | None = None,
 ) -> PeerBuffers:
     """Map GPU memory of every rank on all ranks, zeroed, and verified by writing to it.
 
@@ -112,7 +110,7 @@ def map_peer_buffers(
     Raises CommError, the same on all ranks, if neither works; CollectiveTimeoutError if a rank does not arrive.
     """
     world_size = exchange.world_size
-    num_blocks = min(num_blocks or NUM_BLOCKS, torch.cuda.get_device_properties(device).multi_processor_count)
+    num_blocks = min(num_blocks, torch.cuda.get_device_properties(device).multi_processor_count)
     num_blocks = min(int(told) for told in exchange.share("blocks", str(num_blocks).encode()))
     size = buffer_bytes(send_bytes, num_blocks, world_size)
     ways: list[tuple[str, _Mapping]] = [

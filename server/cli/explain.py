@@ -3,9 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from tightwire.comm.policy.error_budget import parse_error_budget
 from tightwire.comm.policy.schedule import HostRates, parse_rates
 from tightwire.option import option, options_of, require
 from tightwire.option_flags import add_flags, make_options
@@ -54,8 +52,6 @@ def explain(argv: Sequence[str]) -> int:
     """``tightwire explain``: exit code 0, or 2 for options that are refused."""
     purpose = "Show which AllReduce sums which message of a model, its cost, and the reason."
     parser = make_parser("explain", purpose, _GROUPS)
-    alias: dict[str, Any] = {"dest": "comm_error_budget", "help": "the same as --comm-error-budget E"}
-    parser.add_argument("--error-budget", type=parse_error_budget, metavar="E", **alias)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output instead of tables")
     of_network = "between the hosts of the last server whose node 0 was here, as it probed them"
     parser.add_argument("--network", action="store_true", help=of_network)

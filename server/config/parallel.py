@@ -186,11 +186,8 @@ class ParallelOptions:
         file = next((name for name in (self.allreduce, *self.allreduce_extra) if name.startswith(POLICY_PREFIX)), None)
         for name in ("allreduce_decode", "comm_error_budget") if file else ():
             if (value := getattr(self, name)) is not None:
-                flag = flag_of(name)
-                raise ValueError(
-                    f"{flag} {value} and {file} both choose the AllReduce; leave one of them out, or put the choice of {flag} "
-                    "into the file's rules"
-                )
+                both = f"{flag_of(name)} {value} and {file} both choose the AllReduce"
+                raise ValueError(f"{both}; leave one of them out, or put the choice into the file's rules")
 
     @property
     def wire_nodes(self) -> int:

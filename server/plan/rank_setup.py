@@ -88,6 +88,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     buffer_blocks: int | None = None  # set when the cache is on the host: cache blocks a step may use
     weights: WeightPlan = EVERYTHING_RESIDENT
+    peer_blocks: int = 0  # of a kernel that sums over peer memory; 0: another transport
     transport_reason: str = ""  # why ``auto`` chose a slower transport; empty if it did not
     num_nodes: int = 1
     num_replicas: int = 1

@@ -10,6 +10,7 @@ from tightwire.comm.group.host import available_host_bytes, num_cores
 from tightwire.comm.group.numa import describe_placement, read_numa_nodes
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
+from tightwire.comm.policy.tune_file import PEER_BLOCKS
 from tightwire.cuda_devices import CudaDevice
 from tightwire.model.adapters.peft import adapter_digest, open_adapter
 from tightwire.model.adapters.product import AdapterRoom
@@ -199,7 +200,8 @@ def decide(
             raise type(error)(f"--layout {parallel.layout} streams no layers, --layout tensor may; {error}") from None
         other = LayoutChoice("tensor", f"{choice.layout} streams no layers, and does not fit into memory without")
         return decide(config, model, formats, link, files=files, model_id=model_id, choice=other, draft=draft)
-    budget, layout_note = weights.budget, describe_layout(stages, choice)
+    budget, layout_note, measured = weights.budget, describe_layout(stages, choice), comm and comm.measured
+    peer_blocks = measured.peer_blocks if measured else PEER_BLOCKS
     plan = RunPlan(
         device=setting.device,
         dtype=dtype,
@@ -208,6 +210,7 @@ def decide(
         activations=choose_activations(config.model.activations, setting.device, formats.packed),
         allreduce=describe_request(parallel),
         transport=setting.transport,
+        peer_blocks=peer_blocks if setting.transport == "peer-memory" else 0,
         transport_reason=decided.transport_reason,
         max_model_len=budget.max_model_len,
         num_blocks=budget.num_blocks,

@@ -245,7 +245,7 @@ class _Joining:
             self.work.config.timeouts.comm_timeout_s,
             range(identity.rank - place, identity.rank - place + parallel.tp),
             segment_fd=self._memory(identity.segment_fd if world is None else identity.replica_segment_fd),
-            peer_memory=self.work.plan.transport == "peer-memory" and parallel.tp > 1,
+            peer_blocks=self.work.plan.peer_blocks if parallel.tp > 1 else 0,
             ledger=None if world is None else world.ledger,
         )
         if world is not None:

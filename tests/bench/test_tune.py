@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from msgspec import structs
+from rich.console import Console
 from tiny import make_tiny
 
 from tightwire.__main__ import main
@@ -20,8 +21,9 @@ from tightwire.bench.comm.measure import Outcome
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.group.host import num_cores
+from tightwire.comm.policy.choose import PolicyRequest
 from tightwire.comm.policy.rules import FileRule, PolicyFile, write_policy_file
-from tightwire.comm.policy.tune_file import read_tuned, this_host, tune_path
+from tightwire.comm.policy.tune_file import Measured, Point, read_tuned, this_host, tune_path, write_tuned
 from tightwire.server.config.flags import make_config
 
 _SOURCE = Path(__file__).parents[2] / "src"
@@ -117,6 +119,32 @@ def test_without_a_named_transport_all_that_work_are_measured(model: Path, cache
         assert {setting.transport for setting in tune_module.make_plan(config, 60.0).settings} == wanted
 
 
+def test_on_gpus_the_fastest_number_of_blocks_is_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels that sum over peer memory are measured with 8 to 64 blocks; one that sums wrongly is not preferred."""
+    peers, library = (Setting(name, "cuda", 2, 1, "bfloat16") for name in ("peer-memory", "process-group"))
+    seconds, tried = {8: 3.0, 16: 2.0, 32: 4.0, 64: 1.0}, []
+
+    def measured(plan: object, setting: Setting, console: object, allow_busy: bool, blocks: int) -> Measured:
+        tried.append((setting.transport, blocks))
+        points = tuple(Point("one-shot", size, size * seconds[blocks], 9, size, None) for size in (1024, 4096))
+        wrong = {"two-shot": "off"} if blocks == 64 else {}
+        return Measured(setting, points, (), wrong, "2026-11-28", peer_blocks=blocks)
+
+    monkeypatch.setattr(tune_module, "_measure_setting", measured)
+    request, host = PolicyRequest(row_elems=64, max_rows=16, max_decode_rows=4), this_host([], 1)
+    plan = tune_module.TunePlan(
+        settings=(peers, library), request=request, host=host, path=tune_path(cache, host), seconds=9.0
+    )
+    found = list(tune_module.measure_all(plan, Console()))
+    assert tried == [*(("peer-memory", blocks) for blocks in (8, 16, 32, 64)), ("process-group", 32)]
+    assert [each.peer_blocks for each in found] == [16, 32]
+    write_tuned(plan.path, host, found)
+    kept = read_tuned(plan.path, host).of(peers)
+    assert kept is not None and kept.peer_blocks == 16
+
+
 def test_explain_shows_a_table_for_each_message_and_follows_the_flags(
     model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,7 +153,7 @@ def test_explain_shows_a_table_for_each_message_and_follows_the_flags(
     assert "has not measured yet" in " ".join(shown.split())
     assert "decode, o_proj and down_proj: 1 row" in shown
     assert "prefill, o_proj and down_proj: 16 rows" in shown
-    data = explained(capsys, *flags(model, "--error-budget", "0.5", "--transport", "process-group"))
+    data = explained(capsys, *flags(model, "--comm-error-budget", "0.5", "--transport", "process-group"))
     messages = data["messages"]
     assert isinstance(messages, list)
     refused = [v["why"] for m in messages if m["phase"] == "prefill" for v in m["verdicts"] if not v["chosen"]]

@@ -94,7 +94,7 @@ def _check_over_nccl(group: Group, store_path: str) -> None:
     options: dict[str, Any] = {"store": store, "device": device, "timeout_s": 60.0}
     with (
         open_process_group(topology, **options, name="nccl") as plain,
-        open_process_group(topology, **options, name="peers", peer_memory=True) as over_peers,
+        open_process_group(topology, **options, name="peers", peer_blocks=32) as over_peers,
     ):
         if over_peers.transport.fused is None:
             return  # the log says why; NCCL has its own tests

@@ -93,7 +93,7 @@ def test_the_library_is_kept_and_the_log_says_why(tmp_path: Path, caplog: pytest
     store = FileStore(str(tmp_path / "store"), 1)
     notes = FailureNotes(store, 0, 1)
     library = GlooTransport(None, notes, rank=0, world_size=1, device=CPU, timeout_s=1.0)
-    reason = add_peer_memory(library, store)
+    reason = add_peer_memory(library, store, 32)
     assert library.fused is None
     assert reason.startswith("rank 0: peer memory is between GPUs")
     assert "not through peer memory: rank 0: peer memory is between GPUs" in caplog.text
@@ -112,7 +112,7 @@ def test_a_failed_library_tells_the_numbers_that_its_group_was_given() -> None:
 
 def test_peer_memory_of_cpu_ranks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="peer memory is between GPUs, got device cpu"):
-        open_process_group(Topology(0, 1), store=FileStore(str(tmp_path / "store"), 1), device=CPU, peer_memory=True)
+        open_process_group(Topology(0, 1), store=FileStore(str(tmp_path / "store"), 1), device=CPU, peer_blocks=32)
 
 
 CPU = torch.device("cpu")

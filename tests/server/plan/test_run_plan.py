@@ -294,6 +294,7 @@ def test_a_fetch_that_is_no_longer_wanted_is_given_up(monkeypatch: pytest.Monkey
 def test_between_gpus_auto_tries_peer_memory_and_has_a_policy_without_it(gpus: list[CudaDevice]) -> None:
     plan = decide(make_config({"tp": 2}), MODEL).plan
     assert plan.transport == "peer-memory" and plan.policies[0].library_policy is not None
+    assert plan.peer_blocks == 32
     named = decide(make_config({"tp": 2, "transport": "peer-memory"}), MODEL).plan
     assert named.transport == "peer-memory" and named.policies[0].library_policy is None
     library = decide(make_config({"tp": 2, "transport": "process-group"}), MODEL).plan
