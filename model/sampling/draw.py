@@ -37,11 +37,9 @@ GOLDEN, FIRST, SECOND = (
 
 def hashed(x: Any) -> Any:
     """Return splitmix64's output for states ``x``, an int64 array or tensor. Shifts are masked, so they are logical."""
-    x = x + GOLDEN  # the rest in place: fresh memory takes longer than the arithmetic
+    x = x + GOLDEN
     for shift, factor in ((30, FIRST), (27, SECOND), (31, 1)):
-        shifted = x >> shift
-        shifted &= (1 << 64 - shift) - 1
-        x ^= shifted
+        x ^= x >> shift & (1 << 64 - shift) - 1
         x *= factor
     return x
 
@@ -56,9 +54,9 @@ def steps_of(ids: Any) -> Any:
     return ids * GOLDEN
 
 
-def scores_of(logits: Tensor, steps: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
-    """Return the float64 scores of logits with these ``steps_of`` their ids; ``noise``: a hash for each row."""
-    bits = hashed(noise + steps).bitwise_and_((1 << 63) - 1)
+def scores_of(logits: Tensor, steps: Any, temperature: Tensor, noise: Any) -> Tensor:
+    """Return the float64 scores of logits with these ``steps_of`` their ids; ``noise``: a hash for each row. Both may be arrays."""
+    bits = torch.as_tensor(hashed(noise + steps)).bitwise_and_((1 << 63) - 1)
     uniform = bits.float().add_(0.5).mul_(2.0**-63).clamp_(max=1 - 2.0**-24)
     return logits.double().div_(temperature).sub_(uniform.neg_().log1p_().neg_().log_())
 

@@ -61,7 +61,8 @@ class HostDraw:
         """Return (FRONT + 1,) int64: of this rank's columns, the mass of the tokens before each of the front, and of all."""
         logits_V, front_C = self._logits_RV[row], front_C[front_C > NO_TOKEN]
         logits_C = logits_and_ids(torch.from_numpy(front_C))[0].numpy()
-        weights_V = (self._shares(logits_V, logits_C[-1], row) * np.float32(WEIGHT)).astype(np.int64)
+        shares_V = self._shares(logits_V, logits_C[-1], row)
+        weights_V = np.multiply(shares_V, np.float32(WEIGHT), out=shares_V).astype(np.int64)
         columns = np.flatnonzero(logits_V >= logits_C[0])
         keys_C, weights_C = _keys(logits_V[columns], columns + self._first_id), weights_V[columns]
         before = [weights_C[keys_C > key].sum() for key in front_C]
@@ -69,14 +70,15 @@ class HostDraw:
 
     def _fronts(self, logits_RC: np.ndarray, ids_RC: np.ndarray) -> np.ndarray:
         """Return (R, FRONT) keys: each row's front, best score first, padded."""
-        given = logits_RC, steps_of(ids_RC), self._temperature_R1, self._noise_R1
-        keys_RC, scores_RC = _keys(logits_RC, ids_RC), scores_of(*map(torch.from_numpy, given)).numpy()
+        logits, temperature = torch.from_numpy(logits_RC), torch.from_numpy(self._temperature_R1)
+        scores_RC = scores_of(logits, steps_of(ids_RC), temperature, self._noise_R1).numpy()
+        keys_RC = _keys(logits_RC, ids_RC)
         rows, best_R, fronts_RC = np.arange(len(keys_RC)), keys_RC.max(1), np.full(self._is_sent_RC.shape, NO_TOKEN)
         fronts_RC[:, 0], is_open_R = best_R, np.isfinite(logits_RC.max(1))
         for place in range(FRONT):
             found_R = keys_RC[rows, scores_RC.argmax(1)]
             fronts_RC[is_open_R, place] = found_R[is_open_R]
-            is_open_R &= found_R < best_R
+            is_open_R &= (found_R < best_R) & self._is_sent_RC[:, 1]
             if not is_open_R.any():
                 break
             np.copyto(scores_RC, -np.inf, where=keys_RC <= found_R[:, None])
@@ -86,8 +88,8 @@ class HostDraw:
     @np.errstate(invalid="ignore")
     def _shares(self, logits: np.ndarray, best: np.ndarray, row: int | slice) -> np.ndarray:
         """Return each logit's weight, 1 for the best; 0 below min_p. NaN if the best is not finite."""
-        exponents = np.maximum((logits - best) / self._temperature_R1[row].astype(np.float32), np.float32(-40.0))
-        shares, min_p = torch.from_numpy(exponents).exp_().numpy(), self._min_p_R1[row]
+        shares, min_p = (logits - best) / self._temperature_R1[row].astype(np.float32), self._min_p_R1[row]
+        np.exp(shares, out=shares)
         return np.where(shares < min_p, np.float32(0.0), shares) if min_p.any() else shares
 
 
