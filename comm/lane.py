@@ -37,7 +37,7 @@ class Pending:
         hidden = 1 - min(1.0, waited_s / comm_s) if comm_s else 0.0
         self._ledger.hide(hidden * comm_s, hidden * coding_s)
         assert result is not None
-        if ready is not None:
+        if ready is not None and result.is_cuda:
             ready.wait()
             result.record_stream(torch.cuda.current_stream())
         return result

@@ -105,6 +105,9 @@ def build_runner(
     moving = bool(plan.streamed) or options.buffer_blocks is not None or model.sums_squares
     # A graph fixes each layer's address, and makes sums of rows only.
     if options.graphs_up_to and replica.device.type == "cuda" and not moving:
+        if config.first_layer:
+            most = options.graphs_up_to, model.hidden_size
+            model.before_TD = torch.zeros(most, dtype=model.residual_dtype, device=replica.device)
         graphs = DecodeGraphs(
             model.forward,
             sizes=graph_sizes(options.graphs_up_to),
@@ -139,14 +142,15 @@ def _make_stages(
 ) -> PromptStages | Passage:
     """Return the way through the stages; of hybrid, load this rank's part of its stage's layers. ValueError: see the message."""
     plan, weights, parts, parallel = options.stages, model.weights, options.parts, model.parallel
+    device, dtype = groups.replica.device, model.residual_dtype
     if isinstance(source, Prepared | LayerFiles) or not isinstance(weights, ResidentWeights) or plan is None:
         raise ValueError("stages need a checkpoint whose layers are all resident")
     if parts is not None:
         own = Layout(shards=tuple(parts.shards[rank] for rank in plan.ranks_of(groups.stage)))
         group = groups.inside or replace(groups.replica, rank=0, world_size=1)
         parallel = TensorParallel(group, own, groups.inside_routes, torch.float32)  # memory carries the sums
-    wire = None if groups.stages is None else StageWire(groups.stages, parse_codec(options.stage_codec))
-    beside = None if groups.beside is None else SideWire(groups.beside)
+    wire = None if groups.stages is None else StageWire(groups.stages, device, parse_codec(options.stage_codec), dtype)
+    beside = None if groups.beside is None else SideWire(groups.beside, device)
     passage = Passage(plan, groups.stage, config.hidden_size, wire, beside, parallel)
     if parts is None:
         return passage
@@ -154,8 +158,8 @@ def _make_stages(
     given = source, config, shard, part, layers, options.formats, options.dtype
     loaded, other_rows = load_stage(*given, weights.layers, weights.outer)
     own = stage_model(config, layers)
-    cache = _make_cache(own, part, replace(options, num_blocks=options.num_blocks + 1), groups.replica.device)
-    adapters = _make_adapters(own, part, options, groups.replica.device)
+    cache = _make_cache(own, part, replace(options, num_blocks=options.num_blocks + 1), device)
+    adapters = _make_adapters(own, part, options, device)
     if model.adapters is not None:
         model.adapters.beside = adapters
     staged = Llama(own, parallel, loaded, cache, options.max_model_len, adapters)

@@ -56,11 +56,12 @@ class Llama:
     ) -> None:
         self._config, self.parallel, self.weights, self.cache = config, parallel, weights, cache
         self.adapters, self.hidden_size = adapters, config.hidden_size
+        self.before_TD: Tensor | None = None  # where a later stage's graphs find the hidden states of the stage before
         self._angles = rope_tables(config, max_positions, cache.device)
         self._key_biases = KeyBiases(config, parallel.shard, cache, self._angles)
         on_cpu = cache.device.type == "cpu"
         # Dtype of partial sums and residual. In 16 bits, rounding the residual costs the most accuracy.
-        self._residual_dtype = torch.float32 if on_cpu else parallel.sum_dtype or cache.dtype
+        self.residual_dtype = torch.float32 if on_cpu else parallel.sum_dtype or cache.dtype
         # By policy and layer: the sums after attention and after the MLP.
         self.num_policies = parallel.num_policies
         self._sums = [
@@ -169,9 +170,11 @@ class Llama:
 
     def _embed(self, batch: Batch) -> Tensor:
         residual_TD, scale = batch.hidden_TD, self._config.embedding_scale
+        if residual_TD is None and self.before_TD is not None:
+            residual_TD = self.before_TD[: len(batch.token_ids_T)]
         if residual_TD is None:
             given = self.weights.outer.embedding, batch.token_ids_T, batch.policy, batch.phase
-            residual_TD = self.parallel.embed(*given, self._residual_dtype)
+            residual_TD = self.parallel.embed(*given, self.residual_dtype)
         if scale == 1.0 or self._config.first_layer:
             return residual_TD
         # Rounded to the weights' dtype, as in the models' own code.

@@ -28,7 +28,7 @@ from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.layout import Layout
 from tightwire.model.step import ints
 
-_FLOAT_BYTES, _INT64_BYTES = 4, 8
+_INT64_BYTES = 8
 BOUNDARY = "stage boundary"  # where a message between stages arises
 
 
@@ -200,21 +200,26 @@ class ChoiceGather:
 class SideWire:
     """Moves KV heads and chosen tokens between the stages, in a thread beside computing, so that they delay no hidden states.
 
-    ``group``: with connections and a ledger of its own; all of its ranks call the same methods in the same order.
+    ``group``: of CPU ranks, with connections and a ledger of its own; all of its ranks call the same methods in the same order.
+    ``device``: of the tensors; those of a GPU are copied to the host, and there.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group, self._lane = group, Lane("beside", group.device, ledger=group.ledger)
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self._lane = group, Lane("beside", device, ledger=group.ledger)
         self.close = self._lane.close
 
     def send_chosen(self, results: Tensor | None, num: int, phase: str) -> Pending:
-        """Send the last rank's ``results``, (num,) int64, to the first; the result are these there, and nothing elsewhere."""
+        """Send the last rank's ``results``, (num,) int64, to the first; the result are these there, on the host, and nothing elsewhere."""
         last, ranks = self.group.world_size - 1, range(self.group.world_size)
-        own = torch.empty(0, dtype=torch.uint8) if results is None else as_bytes(results.contiguous())
-        parts = [own if rank == 0 else own[:0] for rank in ranks]
         sizes = [_INT64_BYTES * num if (self.group.rank, rank) == (0, last) else 0 for rank in ranks]
-        move = partial(deliver, self.group, "token-ids", parts, sizes, phase=phase, site=BOUNDARY)
-        return self._lane.start(lambda: torch.cat(move()).view(torch.int64))
+
+        def move() -> Tensor:
+            own = torch.empty(0, dtype=torch.uint8) if results is None else as_bytes(results.to(self.group.device))
+            parts = [own if rank == 0 else own[:0] for rank in ranks]
+            received = deliver(self.group, "token-ids", parts, sizes, phase=phase, site=BOUNDARY)
+            return torch.cat(received).view(torch.int64)
+
+        return self._lane.start(move)
 
     def hand_over(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> Pending:
         """Send each other rank the keys and values that it decodes with, as bytes; the result are theirs, concatenated."""
@@ -225,12 +230,14 @@ class SideWire:
 class StageWire:
     """Moves hidden states between the stages, in a thread beside computing. ``group``: the first rank of each, in order; see ``SideWire``."""
 
-    def __init__(self, group: Group, codec: Codec) -> None:
-        self.group, self._codec, self._lane = group, codec, Lane("stages", group.device, ledger=group.ledger)
+    def __init__(self, group: Group, device: torch.device, codec: Codec, dtype: torch.dtype) -> None:
+        """``dtype``: of hidden states without a codec, which encodes on the device."""
+        self.group, self._codec, self._dtype, self._device = group, codec, dtype, device
+        self._lane = Lane("stages", device, ledger=group.ledger)
         self.close = self._lane.close
 
     def send_on(self, own_TD: Tensor | None, recv_shape: tuple[int, int] | None, phase: str) -> Pending:
-        """Send hidden states to the next stage; the result are those of the stage before, (T, D) float32.
+        """Send hidden states to the next stage; the result are those of the stage before, (T, D).
 
         None: nothing to send, or to receive; the result is then empty. Cost: the codec's bytes.
         """
@@ -241,13 +248,15 @@ class StageWire:
             ledger, codec = self.group.ledger, self._codec
             with ledger.coding_if(not codec.exact):
                 encoded = torch.empty(0, dtype=torch.uint8) if own is None else codec.encode(own.view(-1))
-            num_bytes = 0 if recv_shape is None else codec.wire_bytes(math.prod(recv_shape), _FLOAT_BYTES)
+                encoded = encoded.to(self.group.device)
+            num_bytes = 0 if recv_shape is None else codec.wire_bytes(math.prod(recv_shape), self._dtype.itemsize)
             parts = [encoded if peer == rank + 1 else encoded[:0] for peer in ranks]
             sizes = [num_bytes if peer == rank - 1 else 0 for peer in ranks]
             received = deliver(self.group, "hidden-state", parts, sizes, phase=phase, site=BOUNDARY)
             if recv_shape is None:
                 return torch.empty(0)
             with ledger.coding_if(not codec.exact):
-                return codec.decode(received[rank - 1], math.prod(recv_shape), torch.float32).view(recv_shape)
+                buf = received[rank - 1].to(self._device)
+                return codec.decode(buf, math.prod(recv_shape), self._dtype).view(recv_shape)
 
         return self._lane.start(move)

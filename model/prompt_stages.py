@@ -94,7 +94,7 @@ class Passage:
         return self.chunks[self.stage]
 
     def arrived(self) -> Tensor | None:
-        """Wait for the hidden states of this stage's chunk, (T, D) float32; None in the first stage.
+        """Wait for the hidden states of this stage's chunk, (T, D) float32, on a GPU the residual; None in the first stage.
 
         That waits for its message before the last instead, so that it does not run ahead of a slow wire. Further ranks of a
         stage get the rows from its first rank, in a collective.

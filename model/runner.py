@@ -73,12 +73,10 @@ class ModelRunner:
         ``chosen_R``: on rank 0, the tokens (R,) int32 chosen after the last step, if the plan has deferred tokens.
         Returns this rank's columns of the logits of ``plan.logit_rows``, (R, local_V) float32; None when R is 0.
         """
-        if isinstance(self.stages, Passage):
-            return self._execute_stage(plan, self.stages)
-        if self.stages is not None:
+        if isinstance(self.stages, PromptStages):
             return self._execute_staged(plan, self.stages)
-        hidden_TD = self._run_layers(plan, chosen_R)
-        rows_R = ints(plan.logit_rows)
+        rows_R, passage = ints(plan.logit_rows), self.stages
+        hidden_TD = self._run_layers(plan, chosen_R) if passage is None else self._run_stage(plan, passage, rows_R)
         if hidden_TD is None or not len(rows_R):
             return None
         return self._model.logits(hidden_TD[self._to_device(rows_R)])
@@ -147,20 +145,24 @@ class ModelRunner:
             parts.append(parallel.share_rows(own_RD, shape, parallel.num_ranks - 1, "prefill", "last stage"))
         return self._model.logits(torch.cat(parts))
 
-    def _execute_stage(self, plan: StepPlan, passage: Passage) -> Tensor | None:
-        """Compute the layers of this rank's stage for the rows of an earlier plan, which have reached it."""
-        entering, rows_R = None, ints(plan.logit_rows)
+    def _run_stage(self, plan: StepPlan, passage: Passage, rows_R: np.ndarray) -> Tensor | None:
+        """Compute the layers of this rank's stage for the rows of an earlier plan, which have reached it; return the last stage's."""
+        entering = None
         if plan.token_ids:
             arrays = StepArrays.from_plan(plan, self.cache.block_size, self.cache.groups)
             entering = Chunk(plan.index, plan.policy, arrays)
         chunk, hidden_TD = passage.advance(entering), None
         if chunk is not None:
-            batch = self._batch(chunk.arrays, chunk.policy, None, rows_R if passage.is_last else None)
-            hidden_TD = self._model.forward(replace(batch, hidden_TD=passage.arrived()))
+            before_TD = passage.arrived()
+            if self._graphs is not None and self._graphs.fits(chunk.arrays):
+                if before_TD is not None and self._model.before_TD is not None:
+                    self._model.before_TD[: chunk.num_rows] = before_TD
+                hidden_TD = self._graphs.run(chunk.arrays, chunk.policy).clone()  # sent while the next step is replayed
+            else:
+                batch = self._batch(chunk.arrays, chunk.policy, None, rows_R if passage.is_last else None)
+                hidden_TD = self._model.forward(replace(batch, hidden_TD=before_TD))
         passage.send_on(hidden_TD)
-        if hidden_TD is None or not passage.is_last or not len(rows_R):
-            return None
-        return self._model.logits(hidden_TD[self._to_device(rows_R)])
+        return hidden_TD if passage.is_last else None
 
     def _parts(self, arrays: StepArrays) -> Sequence[StepArrays]:
         """Return the step, or its parts: of at most ``most_rows`` rows, or two halves for the lane."""

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,10 +39,7 @@ class SafetensorsReader:
         self._folder = folder
         for path in _files(folder) if files is None else files:
             self._entries.update(_read_header(path))
-
-    def names(self) -> Iterable[str]:
-        """The names of all tensors."""
-        return self._entries.keys()
+        self.names = self._entries.keys  # of all tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape

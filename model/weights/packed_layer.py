@@ -88,10 +88,8 @@ class PackedLayer:
         own = place.of(buffer)
         if place.formats:
             pieces = own.split([rows * packed.row_bytes(place.shape[1]) for rows, packed in place.formats])
-            parts = [
-                PackedMatrix(piece.view(rows, -1), packed)
-                for piece, (rows, packed) in zip(pieces, place.formats, strict=True)
-            ]
+            both = zip(pieces, place.formats, strict=True)
+            parts = [PackedMatrix(piece.view(rows, -1), packed) for piece, (rows, packed) in both]
             return parts[0] if len(parts) == 1 else StackedMatrix(tuple(parts))
         return own.view(self.dtype).view(place.shape)
 
@@ -202,14 +200,11 @@ class HostStore(LayerStore):
 
     def __init__(self, stored: Sequence[PackedLayer], layers: dict[int, Tensor]) -> None:
         """``layers``: the streamed layers by number."""
-        self.stored, self._layers = stored, layers
+        self.stored, self._layers, self.close = stored, layers, layers.clear
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
         moved(self._layers[layer].nbytes)
         return self._layers[layer]
-
-    def close(self) -> None:
-        self._layers.clear()
 
 
 class ThrottledStore(LayerStore):

@@ -59,7 +59,7 @@ class PartitionStore(LayerStore):
         ``peers`` are closed with the store; ``codec`` is that of ``model.stored``.
         """
         self.stored, self._plain, self._kept = model.stored, model.plain, dict(kept)
-        self._peers, self._codec = peers, codec
+        self._peers, self._codec, self.stop = peers, codec, peers.close
         self.name = f"the parts that ranks {', '.join(map(str, peers.at.inside))} keep"
         self.device, self.has_memory = peers.inside.device, peers.inside.world_size == 1
         self._late: dict[int, tuple[float, float]] = {}
@@ -90,9 +90,6 @@ class PartitionStore(LayerStore):
         self._late[layer] = start_s, math.inf
         self._peers.inside.transport.barrier()
         self._late[layer] = start_s, time.perf_counter()
-
-    def stop(self) -> None:
-        self._peers.close()
 
     def close(self) -> None:
         self._peers.close()

@@ -52,13 +52,12 @@ class StreamedWeights(WeightSource):
         self.outer = outer
         self._resident, self._timeout_s = resident, timeout_s
         self._order = [layer for layer in range(len(plain)) if layer not in resident]
-        if len(self._order) <= NUM_BUFFERS:
-            raise ValueError(
-                f"the {NUM_BUFFERS} buffers hold all {len(self._order)} streamed layers; keep them resident"
-            )
+        if (num := len(self._order)) <= NUM_BUFFERS:
+            raise ValueError(f"the {NUM_BUFFERS} buffers hold all {num} streamed layers; keep them resident")
         self.spans = _spans(len(plain), resident)
         self.fetcher = LayerFetcher(store, plain, self._order, device)
         self.store, self.pool = store, self.fetcher.pool
+        self.start, self.close = self.fetcher.start, self.fetcher.close
         self._layers = {
             (layer, buffer.number): LayerWeights.of(plain[layer].tensors(buffer.memory))
             for layer in self._order
@@ -67,9 +66,6 @@ class StreamedWeights(WeightSource):
         self._uses = SharedUses(self.pool, self._take)
         self._turn = cycle(self._order)
         self._waited_s = self._late_s = 0.0
-
-    def start(self) -> None:
-        self.fetcher.start()
 
     def layer(self, index: int) -> LayerWeights:
         if index in self._resident:
@@ -88,10 +84,6 @@ class StreamedWeights(WeightSource):
     def flow(self) -> Flow:
         fetcher = self.fetcher
         return Flow(fetcher.num_layers, fetcher.num_bytes, fetcher.fetch_s, self._waited_s, self._late_s)
-
-    def close(self) -> None:
-        """Stop the threads; layers in use stay valid. May be called twice."""
-        self.fetcher.close()
 
     def _take(self, index: int) -> PoolBuffer:
         if (due := next(self._turn)) != index:

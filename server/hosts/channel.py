@@ -30,6 +30,7 @@ class Channel:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer, self._ended = reader, writer, False
+        self.abandon = writer.close  # closes without a word
 
     def send(self, message: Message) -> None:
         """Queue a message; one to a host that is gone, or after the end, is dropped: the receiver of its messages notices."""
@@ -58,10 +59,6 @@ class Channel:
     async def end(self, code: int, reason: str) -> None:
         self.send(End(code, reason))
         await self.close()
-
-    def abandon(self) -> None:
-        """Close without a word."""
-        self._writer.close()
 
     async def close(self) -> None:
         """Send what is queued, and wait until the other host closes its end too, for at most half a second each.

@@ -43,7 +43,8 @@ class Telemetry:
         provider = TracerProvider(resource=Resource.create({**attributes, "service.version": __version__}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         self._extract, self._trace = propagate.extract, trace
-        self._tracer, self._provider = provider.get_tracer("tightwire", __version__), provider
+        self._tracer = provider.get_tracer("tightwire", __version__)
+        self.flush = provider.force_flush  # sends what has not been sent yet
 
     def __call__(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
         if record.asked is None:
@@ -60,10 +61,6 @@ class Telemetry:
             self._tracer.start_span(name, inside, start_time=_ns(record, start_s)).end(_ns(record, end_s))
         assert record.ended_s is not None, "records are complete when they come here"
         root.end(_ns(record, record.ended_s))
-
-    def flush(self) -> None:
-        """Send what has not been sent yet."""
-        self._provider.force_flush()
 
 
 def _attributes(record: RequestRecord) -> dict[str, Any]:

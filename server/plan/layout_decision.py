@@ -78,6 +78,8 @@ def choose_auto(
     parallel, model = config.parallel, checkpoint.config
     asked = decide_sums(config, model, link, fingerprint(checkpoint))
     given = asked.decided.setting.device, model, checkpoint.prepared is not None
+    if given[0] == "cuda":
+        return LayoutChoice("tensor", "the predicted times are of CPUs; on GPUs there is --layout pipeline")
     against = {layout: obstacles(config, layout, *given) for layout in ("hybrid", "pipeline")}
     if all(against.values()):
         option, why = against["hybrid"][0]

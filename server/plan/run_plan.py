@@ -223,7 +223,7 @@ def decide(
         inside=_inside(config, model, stages),
         stage_codec=parallel.stage_codec,
         overlap=choose_overlap(parallel, setting.device, config.hosts.several),
-        plan_ahead=choose_plan_ahead(config.engine, setting.device, parallel.dp),
+        plan_ahead=stages is None and choose_plan_ahead(config.engine, setting.device, parallel.dp),
         link=link,
         policies=_policies(parallel.allreduce, comm, sums.library),
         adapters=adapters,

@@ -94,7 +94,8 @@ def obstacles(
     given = [
         (parallel.tp == 1, "--tp 1", "a stage has a rank or more, and there is one"),
         (parallel.dp > 1, f"--dp {parallel.dp}", "the ranks of a replica are the stages of one"),
-        (device == "cuda", "--device cuda", "stages run on CPUs"),
+        (device == "cuda" and layout == "hybrid", "--device cuda", "keys and values are handed over between CPUs"),
+        (device == "cuda" and num_stages < parallel.tp, named, f"a stage is one GPU; give --stages {parallel.tp}"),
         (weights not in ("auto", "resident"), f"--weights {weights}", "the layers of a stage stay in memory"),
         (engine.kv_offload, "--kv-offload", "a stage has its keys and values in memory"),
         (engine.plan_ahead == "on", "--plan-ahead on", "several steps are under way already"),
@@ -149,8 +150,9 @@ def choose_transport(
     over_wire = several_hosts or (link is not None and link.emulation == NAMESPACES)
     if options.sums_inside and (over_wire or options.dp == 1):  # stages or replicas, joined by sockets
         over_wire = options.num_summing == 1
-    if over_wire:  # memory is refused: it bypasses the wire
-        return (("sockets" if device == "cpu" else "process-group") if asked == "auto" else asked), ""
+    if over_wire:  # memory is refused: it bypasses the wire; hidden states of GPUs pass through the hosts' memory
+        over = "sockets" if device == "cpu" or options.layout == "pipeline" else "process-group"
+        return (over if asked == "auto" else asked), ""
     reason = "it carries CPU tensors, and the ranks run on CUDA" if device == "cuda" else why_unusable()
     if asked == "shared-memory" and reason:
         raise ValueError(f"--transport shared-memory is unavailable: {reason}; use --transport sockets")

@@ -178,26 +178,24 @@ class _Joining:
         """Of all replicas' ranks."""
         return Topology(self.identity.rank, self.identity.world_size, num_nodes=self.work.plan.num_nodes)
 
-    @property
-    def _shares_memory(self) -> bool:
-        return self.work.plan.transport == "shared-memory"
-
     def _memory(self, segment_fd: int | None) -> int | None:
         """The memory, if it is the transport."""
-        return segment_fd if self._shares_memory else None
+        return segment_fd if self.work.plan.transport == "shared-memory" else None
 
     @property
     def _sockets(self) -> SocketOptions | None:
-        """The options of sockets, which join all CPU ranks that share no memory, unless gloo was requested."""
-        if self.work.plan.device != "cpu" or self.work.plan.transport == "process-group":
+        """The options of sockets, which join all CPU ranks that share no memory, and stages, unless gloo was requested."""
+        plan = self.work.plan
+        if not plan.is_pipeline if plan.device == "cuda" else plan.transport == "process-group":
             return None
         return SocketOptions(read_secret(self.work.config.parallel.comm_secret_file), self.identity.socket_port)
 
     def _open(
         self, topology: Topology, name: str, timeout_s: float, ranks: range | None = None, **others: Any
     ) -> Group:
-        """``ranks``: those of the group, by whose numbers errors name them; None: all."""
-        own, sockets, link = self.identity, self._sockets, self.work.plan.link
+        """``ranks``: those of the group, by whose numbers errors name them; None: all. Messages of stages pass the host's memory."""
+        device = torch.device("cpu") if name in ("stages", "beside") else self.device
+        own, sockets, link = self.identity, self._sockets if device.type == "cpu" else None, self.work.plan.link
         numbered = partial(renumbered, ranks=ranks or (), where=f"in {name}", rank=own.rank, world_size=own.world_size)
         # Hidden states queue behind what the kernel holds of keys and values: a round trip and a millisecond of the wire.
         if name == "beside" and sockets and link and (rate := link.link.bytes_per_s):
@@ -205,7 +203,7 @@ class _Joining:
         return open_process_group(
             topology,
             store=self.store,
-            device=self.device,
+            device=device,
             timeout_s=timeout_s,
             join_timeout_s=self.work.config.timeouts.comm_timeout_s,
             name=name,
@@ -252,7 +250,7 @@ class _Joining:
             _refuse_unlike_transports(group, world)
         # Ranks of one node share its memory even when a link connects the nodes.
         joined_by_wire = self.work.plan.link is not None or self.work.config.hosts.several
-        inside = identity.node_segment_fd if self._shares_memory or joined_by_wire else None
+        inside = identity.node_segment_fd if joined_by_wire else self._memory(identity.node_segment_fd)
         group = join_nodes(
             group, topology, store=self.store, interface=identity.interface, segment_fd=inside, sockets=self._sockets
         )
@@ -294,7 +292,7 @@ class _Joining:
             timeout_s=_STEP_DEADLINE_S,
             join_timeout_s=self.work.config.timeouts.comm_timeout_s,
             interface=self.identity.interface,
-            segment_fd=self.identity.peer_segment_fd if self._shares_memory else None,
+            segment_fd=self._memory(self.identity.peer_segment_fd),
         )
 
     @property

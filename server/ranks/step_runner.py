@@ -74,6 +74,8 @@ class RankZeroRunner:
         self._reporter.begin("step", plan.index)
         before_s, start_s = 0.0 if self._streamed is None else self._streamed.flow().waited_s, time.perf_counter()
         logits_RV = self._runner.execute(plan, chosen_R)
+        if self._stages and plan.phase == "prefill" and self._group.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the engine learns how long a chunk takes
         if self._streamed is not None and plan.token_ids:
             waited_s = self._streamed.flow().waited_s - before_s
             self._step_size.learn(plan.num_rows, time.perf_counter() - start_s, waited_s)

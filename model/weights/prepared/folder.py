@@ -37,9 +37,8 @@ def _weights_errors() -> Iterator[None]:
     except DamagedFileError as error:
         raise WeightsError(f"{error}; {MAKE_AGAIN}") from None
     except UnreadableFileError as error:
-        raise WeightsError(
-            f"{error}; check the folder with `tightwire prepare --check`, and the kernel's log"
-        ) from None
+        told = f"{error}; check the folder with `tightwire prepare --check`, and the kernel's log"
+        raise WeightsError(told) from None
 
 
 class DiskStore(LayerFiles):
@@ -54,6 +53,7 @@ class DiskStore(LayerFiles):
         self._unchecked = set(range(len(blobs.layers)))
         with _weights_errors():
             self._file = LargeFile(path, direct=direct, patience_s=patience_s)
+        self.close = self._file.close
         self.name = f"{path} ({'around' if direct else 'through'} the page cache)"
 
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
@@ -77,9 +77,6 @@ class DiskStore(LayerFiles):
             self._file.read(blob, f"layer {layer}", into.numpy().data, moved, check=check)
         self._unchecked.discard(layer)
         return into
-
-    def close(self) -> None:
-        self._file.close()
 
 
 @dataclass(frozen=True, slots=True)

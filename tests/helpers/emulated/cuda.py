@@ -181,6 +181,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if to_host:
         kwargs["device"] = device
     host_args, host_kwargs = tree_map(host_of, (args, kwargs))
+    if func is _aten.mm.dtype:  # only CUDA has it
+        func = _product
     outputs = func(*host_args, **host_kwargs)
     if packet is _aten._to_copy and outputs.data_ptr() == host_args[0].data_ptr():
         outputs = outputs.clone()
@@ -197,6 +199,10 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if _captured is not None:
         _captured.append(functools.partial(_replay, func, host_args, host_kwargs, outputs))
     return tree_map(wrapped, outputs)
+
+
+def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return (a.float() @ b.float()).to(out_dtype)
 
 
 def _check(packet: Any, args: Any, kwargs: dict[str, Any], own: list[CudaTensor], on_host: list[Tensor]) -> None:
@@ -335,6 +341,11 @@ def _set_sync_debug_mode(mode: str) -> None:
     _refuses_waits = mode == "error"
 
 
+def _record_stream(self: Tensor, stream: Any) -> None:
+    if not isinstance(self, CudaTensor):
+        raise NotImplementedError("Could not run 'aten::record_stream' with arguments from the 'CPU' backend")
+
+
 def _idle() -> Callable[..., None]:
     """A new function each time: torch's compiler keeps a table of functions."""
     return lambda *_, **__: None
@@ -396,7 +407,7 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, device=None: self.to(torch.device("cuda", _index(device)))  # pyright: ignore
     torch.Tensor.pin_memory = lambda self, device=None: _pinned_like(self).copy_(self)  # pyright: ignore
     torch.Tensor.is_pinned = lambda self, device=None: _is_pinned(self)  # pyright: ignore
-    torch.Tensor.record_stream = _idle()  # pyright: ignore
+    torch.Tensor.record_stream = _record_stream  # pyright: ignore
     torch.cuda.nccl.version = lambda: (2, 29)
     torch.Generator = _Generator  # pyright: ignore
     make = torch.tensor

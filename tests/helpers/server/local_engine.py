@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +97,14 @@ def local_engine(
     stages: StagePlan | None = None,
     stage_codec: str = "none",
     grammars: GrammarMasks | None = None,
+    device: torch.device | None = None,
+    graphs_up_to: int = 0,
 ) -> Iterator[LocalEngine]:
     """An engine over ``dp`` replicas of ``tp`` ranks; followers run in threads until the block ends.
 
     ``all_reduce``: a name, a policy, or several policies by the names that requests ask for them. ``buffer_blocks``: the KV
     cache is offloaded, and steps have at most so many blocks. ``bounded``: layers with a window free blocks. ``adapters``: folders; ids count from 1, and a slot stays free.
-    ``stages``: prompts, or in a pipeline all rows, pass these; in hybrid a request whose policy is the name and "/tensor" does without.
+    ``device``: of ranks that sum nothing; None: the CPU. ``stages``: prompts, or in a pipeline all rows, pass these; in hybrid a request whose policy is the name and "/tensor" does without.
     """
     config = checkpoint.config
     formats = choose_formats(checkpoint.reader(), config, quantization)
@@ -122,6 +124,7 @@ def local_engine(
         for number, size in enumerate(sizes)
         for group in in_process_groups(size, ledgers=ledgers[number * size : (number + 1) * size])
     ]
+    groups = [group if device is None else replace(group, device=device) for group in groups]
     is_split = stages is not None and not pipeline and each > 1
     insides = [
         inside
@@ -165,6 +168,7 @@ def local_engine(
                 stages=stages,
                 parts=by_stage if stages and not pipeline else None,
                 stage_codec=stage_codec,
+                graphs_up_to=graphs_up_to,
             ),
         )
         for number, group in enumerate(groups)

@@ -324,6 +324,18 @@ def test_planning_ahead_is_told(asked: str) -> None:
     assert ("plan-ahead: each step is planned" in decision.summary()) == (asked == "on")
 
 
+def test_on_gpus_a_stage_of_a_pipeline_is_one(gpus: list[CudaDevice]) -> None:
+    plan = decide(make_config({"tp": 2, "layout": "pipeline", "device": "cuda"}), MODEL).plan
+    assert plan.is_pipeline and plan.stages is not None and plan.stages.num_stages == 2 and plan.device == "cuda"
+    assert plan.transport == "sockets" and not plan.plan_ahead, "hidden states pass the host's memory"
+    assert decide(make_config({"tp": 2, "device": "cuda"}), MODEL).plan.stages is None, "auto"
+    with pytest.raises(ValueError, match="--layout hybrid does not combine with --device cuda: keys and values"):
+        decide(make_config({"tp": 2, "layout": "hybrid", "device": "cuda"}), MODEL)
+    gpus += gpus
+    with pytest.raises(ValueError, match="does not combine with --stages 2: a stage is one GPU; give --stages 4; leave"):
+        decide(make_config({"tp": 4, "stages": 2, "layout": "pipeline", "device": "cuda"}), MODEL)
+
+
 def test_replicas_have_ranks_and_memory_of_their_own(gpus: list[CudaDevice]) -> None:
     one = decide(make_config({"device": "cpu", "tp": 2, "kv_cache_memory": 64 << 20}), MODEL)
     two = decide(make_config({"device": "cpu", "tp": 2, "dp": 2, "kv_cache_memory": 128 << 20}), MODEL)
