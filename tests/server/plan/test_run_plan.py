@@ -332,7 +332,9 @@ def test_on_gpus_a_stage_of_a_pipeline_is_one(gpus: list[CudaDevice]) -> None:
     with pytest.raises(ValueError, match="--layout hybrid does not combine with --device cuda: keys and values"):
         decide(make_config({"tp": 2, "layout": "hybrid", "device": "cuda"}), MODEL)
     gpus += gpus
-    with pytest.raises(ValueError, match="does not combine with --stages 2: a stage is one GPU; give --stages 4; leave"):
+    with pytest.raises(
+        ValueError, match="does not combine with --stages 2: a stage is one GPU; give --stages 4; leave"
+    ):
         decide(make_config({"tp": 4, "stages": 2, "layout": "pipeline", "device": "cuda"}), MODEL)
 
 
