@@ -89,6 +89,8 @@ def test_on_cuda_the_callers_stream_waits_for_the_result_and_not_the_host(monkey
             queued.append("lane waits")
 
     class Result(Tensor):
+        is_cuda = True  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+
         def record_stream(self, s: object) -> None:
             queued.append("memory is kept")
 
@@ -98,5 +100,7 @@ def test_on_cuda_the_callers_stream_waits_for_the_result_and_not_the_host(monkey
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream())
     lane = Lane("sums", torch.device("cuda", 0))
     lane.start(lambda: torch.ones(1).as_subclass(Result)).wait()
-    lane.close()
     assert queued == ["caller records", "lane waits", "lane records", "caller waits", "memory is kept"]
+    lane.start(lambda: torch.ones(1)).wait()  # a result that is on the host is there
+    lane.close()
+    assert queued[5:] == ["caller records", "lane waits", "lane records"]
