@@ -47,9 +47,11 @@ class RowTimes:
         known_R = np.flatnonzero(self._seen_R > max(0, self._num_seen - _KEPT_STEPS))
         if not len(known_R):
             return np.full(np.shape(num_rows), 1e-9)
-        seconds_R = np.minimum.accumulate(self._seconds_R[known_R][::-1])[::-1]  # fewer rows never take longer
-        more = np.ptp(seconds_R) / max(1, np.ptp(known_R))
-        beyond = more * np.subtract(num_rows, np.clip(num_rows, known_R[0], known_R[-1]))
+        # What delays a step says nothing about fewer rows: they take at most as long.
+        seconds_R = np.minimum.accumulate(self._seconds_R[known_R][::-1])[::-1]
+        first, last = known_R[[0, -1]]
+        more = (seconds_R[-1] - seconds_R[0]) / max(1, last - first)
+        beyond = more * (np.maximum(0, np.subtract(num_rows, last)) + np.minimum(0, np.subtract(num_rows, first)))
         return np.interp(num_rows, known_R, seconds_R) + np.maximum(beyond, -seconds_R[0] / 2)
 
 
