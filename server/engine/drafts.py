@@ -47,12 +47,9 @@ class RowTimes:
         known_R = np.flatnonzero(self._seen_R > max(0, self._num_seen - _KEPT_STEPS))
         if not len(known_R):
             return np.full(np.shape(num_rows), 1e-9)
-        # What delays a step says nothing about fewer rows: they take at most as long.
-        seconds_R = np.minimum.accumulate(self._seconds_R[known_R][::-1])[::-1]
-        first, last = known_R[[0, -1]]
-        more = (seconds_R[-1] - seconds_R[0]) / max(1, last - first)
-        beyond = more * (np.maximum(0, np.subtract(num_rows, last)) + np.minimum(0, np.subtract(num_rows, first)))
-        return np.interp(num_rows, known_R, seconds_R) + np.maximum(beyond, -seconds_R[0] / 2)
+        seconds_R = np.maximum.accumulate(self._seconds_R[known_R])
+        more = (seconds_R[-1] - seconds_R[0]) / max(1, known_R[-1] - known_R[0])
+        return np.interp(num_rows, known_R, seconds_R) + more * np.maximum(0, np.subtract(num_rows, known_R[-1]))
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

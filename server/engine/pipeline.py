@@ -16,7 +16,7 @@ from tightwire.comm.lane import Pending
 from tightwire.comm.ledger.ledger import Spent
 from tightwire.kernels.transfer import Download
 from tightwire.model.sampling.parameters import TokenScore
-from tightwire.model.sampling.sampler import Choice, Sampled, Sampler
+from tightwire.model.sampling.sampler import Choice, Sampled, Sampler, Wanted
 from tightwire.model.step import StepPlan, deferred_token, gather_sizes
 from tightwire.server.engine.request import Reading, Request
 from tightwire.server.engine.scheduler import Replicas
@@ -316,10 +316,7 @@ class StepPipeline:
         chosen_R = None if last is None or last.choice is None else last.choice.ids_R
         replicas = range(len(step.plans))
         wanted = [[c.wanted for c in step.results if c.request.replica == replica] for replica in replicas]
-        rows = [self._times.sampling(self._sampler.rows, each) for each in wanted]
-        plans = [replace(plan, sampling=each) for plan, each in zip(step.plans, rows, strict=True)]
-        if sizes := gather_sizes(plans):
-            plans = [replace(plan, gather_sizes=sizes) for plan in plans]
+        plans = self._times.sampling(self._with_rows, step.plans, wanted)
         self._runner.broadcast(plans)
         logits_RV = self._times.forward(self._runner.execute, plans[0], chosen_R)
         self._replicas.learn(step, self._times.read().at_s - begun.at_s)
@@ -331,6 +328,12 @@ class StepPipeline:
             results = self._times.sampling(self._runner.choose, plans, logits_RV, banned)
             choice = Choice(results, [plan.sampling for plan in plans])
         return LaunchedStep(step.results, Download([torch.empty(0) if logits_RV is None else logits_RV[:0]]), choice)
+
+    def _with_rows(self, plans: Sequence[StepPlan], wanted: Sequence[Sequence[Wanted]]) -> list[StepPlan]:
+        """Return the plans with what the ranks need to choose tokens."""
+        plans = [replace(plan, sampling=self._sampler.rows(each)) for plan, each in zip(plans, wanted, strict=True)]
+        sizes = gather_sizes(plans)
+        return [replace(plan, gather_sizes=sizes) for plan in plans] if sizes else plans
 
 
 def _add_prompt_scores(request: Request, scores: Sequence[TokenScore | None]) -> bool:

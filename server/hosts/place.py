@@ -110,11 +110,7 @@ def find_place(options: HostOptions) -> HostPlace:
             f"such as fd00::1/64 and fd00::2/64 (ip addr add fd00::1/64 dev INTERFACE)"
         )
     if options.interface is None:
-        try:
-            address = source_address(master)
-        except OSError as error:
-            why = error.strerror or error
-            raise NotNowError(f"--master-addr {master}: this host has no route to it: {why}") from None
+        address = _routed_address(master)
         interface = next((nic for nic, own in _addresses() if own == address), "")
     else:
         interface = options.interface
@@ -153,6 +149,13 @@ def wait_for_place(options: HostOptions, name_s: float, say: Callable[[str], Non
                 raise
             say(f"{error}; looking it up again for {left_s:.0f} s")
             time.sleep(min(_LOOK_UP_S, left_s))
+
+
+def _routed_address(towards: str) -> str:
+    try:
+        return source_address(towards)
+    except OSError as error:
+        raise NotNowError(f"--master-addr {towards}: this host has no route to it: {error.strerror or error}") from None
 
 
 def _addresses() -> Iterator[tuple[str, str]]:

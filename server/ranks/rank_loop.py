@@ -24,7 +24,7 @@ from tightwire.server.config.chunks import WARM_UP_ROWS, ChunkSizes
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.engine.draft_runner import DraftRunner
-from tightwire.server.engine.drafts import DRAFTERS, RowTimes
+from tightwire.server.engine.drafts import DRAFTERS
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable, SlotsFullError
 from tightwire.server.engine.model_drafts import ModelDrafter
@@ -52,7 +52,6 @@ _log = logging.getLogger(__name__)
 
 _WARM_UP_PROMPT_TOKENS = 24
 _WARM_UP_ANSWER_TOKENS = 4
-_TIMED_ROWS = (1, 2, 4, 8) * 2  # of steps without drafts, whose times say which drafts pay
 _WARM_UP_MANY_KEYS = 300  # more than one chunk of ``kernels.cuda.attention_decode``
 
 
@@ -165,7 +164,7 @@ class Leader:
             eos_token_ids=frozenset(model.eos_token_ids),
             has_grammars=grammars is not None,
         )
-        self._drafting, self._row_times = drafting, RowTimes()
+        self._drafting = drafting
         self._options, self._plan, self._loader = options, plan, AdapterLoader(runner.adapters, model, reporter)
         self._sampler = Sampler(model.vocab_size, grammars)
 
@@ -187,13 +186,6 @@ class Leader:
             for output in engine.step().outputs:
                 if output.finish_reason not in (None, "length"):
                     raise RuntimeError(f"the model does not answer a first request: {output.message or output}")
-        request = _warm_up_request(self._limits, self._rules, 2, None, 0.0)
-        request = msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, max_tokens=2))
-        for num_rows in _TIMED_ROWS if self._options.speculation != "none" else ():
-            for number in range(min(num_rows, self._limits.max_num_seqs)):
-                engine.add(msgspec.structs.replace(request, id=f"row-{number}"))
-            while engine.has_work():
-                engine.step()
         self._runner.tell_followers(StopFollowing())
         self._runner.end_warm_up()
 
@@ -212,7 +204,7 @@ class Leader:
             drafter = ModelDrafter(self._drafting, self._limits, self._rules.vocab_size, plan.num_replicas)
             drafter.measure()
         if drafter is not None:
-            drafter.grammars, drafter.times = self._sampler.grammars, self._row_times
+            drafter.grammars = self._sampler.grammars
         if plan.adapters is not None:
             table = AdapterTable(plan.adapters.num_slots, {each.id: each.slot for each in plan.adapters.loaded})
         return Engine(

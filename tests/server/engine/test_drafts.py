@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.config.limits import Limits
-from tightwire.server.engine.drafts import DRAFTERS, Drafter, RowTimes
+from tightwire.server.engine.drafts import DRAFTERS, Drafter
 from tightwire.server.engine.request import Request, make_request
 from tightwire.server.engine.scheduler import Replicas, Scheduler
 from tightwire.server.engine.step_builder import Chunk
@@ -226,20 +226,6 @@ def test_wrong_drafts_stop_drafting_until_one_is_tried_again() -> None:
     wrong.token_ids.append(4)
     assert len(drafter.draft(wrong, 3)) == 3, "it was right again"
     assert len(drafter.draft(again(), 3)) == 2, "each request is judged alone"
-
-
-def test_the_times_of_other_rows_are_on_a_line_and_never_above_those_of_more() -> None:
-    known = RowTimes()
-    known.learn(2, 1.0)
-    assert known.of([1, 2, 9]).tolist() == [1.0, 1.0, 1.0]
-    known.learn(4, 1.4)
-    assert known.of([1, 3, 6]) == pytest.approx([0.8, 1.2, 1.8])
-    known.learn(1, 5.0)
-    assert known.of([1, 2, 4]) == pytest.approx([1.0, 1.0, 1.4]), "something else delayed the step of one row"
-    steep = RowTimes()
-    steep.learn(7, 1.0)
-    steep.learn(8, 2.0)
-    assert steep.of(1) == pytest.approx(0.5)
 
 
 def test_one_slow_step_does_not_end_drafting() -> None:
