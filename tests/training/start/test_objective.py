@@ -83,7 +83,8 @@ def test_loss_gradients_and_figures_of_a_reward_model_equal_those_of_trl() -> No
     loss, (num_right, margins) = Reward().loss(model, pairs)
     loss.backward()
 
-    assert loss.item() == pytest.approx(_TRL_REWARD[0], abs=1e-6)
+    # Scores of a few units, whose last bit is 5e-7: CPUs with other vectors round some of them elsewhere.
+    assert loss.item() == pytest.approx(_TRL_REWARD[0], abs=4e-6)
     assert _norm(model) == pytest.approx(_TRL_REWARD[1], rel=1e-5)
     assert [num_right.item() / 3, margins.item() / 3] == pytest.approx(_TRL_REWARD[2:], abs=1e-5)
 
