@@ -17,6 +17,16 @@ def keep_freed_memory() -> bool:
     return _set_thresholds(on_heap=_LARGEST_ON_HEAP_BYTES, kept=_KEPT_BYTES)
 
 
+def trim_freed_memory() -> None:
+    """Return the pages that this process has freed to the system; without glibc nothing.
+
+    Versions of glibc seldom use aligned pieces again, as torch asks for them: the example of ``train sft`` grew by 0.5 GiB a
+    step, to 20 GiB after 40.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def return_freed_memory() -> bool:
     """Let this process return freed memory to the system at once from now on, except pieces below 64 KiB.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tightwire.kernels.cpu.allocator import trim_freed_memory
 from tightwire.read_ahead import ReadAhead
 from tightwire.training.checkpoint.files import Checkpointer
 from tightwire.training.checkpoint.folders import CheckpointError, newest_before, step_of
@@ -162,6 +163,7 @@ class Loop:
         for group in self._state.optimizer.param_groups:
             group["lr"] = rate
         self._state.optimizer.step()
+        trim_freed_memory()  # or a process grows from step to step
         self._engine.weights_changed()
         tokens = sum(batch.inputs_BS.numel() for batch in self._next())
         self.step += 1
