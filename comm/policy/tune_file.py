@@ -17,9 +17,8 @@ from tightwire.atomic_file import write_atomic
 from tightwire.comm.all_reduce.entry import Setting
 
 SCHEMA = 2
-PEER_BLOCKS = (
-    32  # of a kernel that sums over peer memory: enough to keep a link busy, and few enough that all run at once
-)
+# Of a kernel that sums over peer memory: enough to keep a link busy, and few enough that all run at once.
+PEER_BLOCKS = 32
 
 
 class Host(msgspec.Struct, frozen=True):

@@ -35,7 +35,7 @@ def return_freed_memory() -> bool:
     """
     if not _set_thresholds(on_heap=_SMALLEST_RETURNED_BYTES, kept=_SMALLEST_RETURNED_BYTES):
         return False
-    ctypes.CDLL(None).malloc_trim(0)
+    trim_freed_memory()
     return True
 
 

@@ -57,6 +57,7 @@ class StreamedWeights(WeightSource):
         self.spans = _spans(len(plain), resident)
         self.fetcher = LayerFetcher(store, plain, self._order, device)
         self.store, self.pool = store, self.fetcher.pool
+        # Closing stops the threads; layers in use stay valid. It may be called twice.
         self.start, self.close = self.fetcher.start, self.fetcher.close
         self._layers = {
             (layer, buffer.number): LayerWeights.of(plain[layer].tensors(buffer.memory))
