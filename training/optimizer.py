@@ -33,9 +33,7 @@ def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, 
 
 
 def learning_rate(schedule: ScheduleConfig, height: float, step: int) -> float:
-    """The rate of ``step``, counted from 0: ``height`` / N in the first of N warm-up steps, the final rate in
-    the last step.
-    """
+    """The rate of ``step``, from 0: ``height`` / N in the first of N warm-up steps, the final rate in the last."""
     if step < schedule.warmup_steps:
         return height * (step + 1) / schedule.warmup_steps
     steps_left = schedule.steps - 1 - schedule.warmup_steps

@@ -139,11 +139,11 @@ class BufferPool:
                 raise BufferConflictError(f"{owner} has a buffer already: {self._describe()}")
             deadline = time.monotonic() + timeout_s
             while buffer.state != "free":
-                self._check_open()
+                self.check_open()
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"buffer {buffer.number} was not free after {timeout_s:g} s: {self._describe()}")
                 self._changed.wait(None if timeout_s == math.inf else max(0.0, deadline - time.monotonic()))
-            self._check_open()
+            self.check_open()
             self._next = (buffer.number + 1) % len(self.buffers)
             buffer.owner, buffer.state = owner, "filling"
             self._note("fill", owner, buffer.number)
@@ -166,7 +166,7 @@ class BufferPool:
             self._note("ask", owner, -1)
             seen, deadline = self.num_moves, time.monotonic() + timeout_s
             while not any(buffer.owner == owner and buffer.state == "filled" for buffer in self.buffers):
-                self._check_open()
+                self.check_open()
                 self._changed.wait(max(0.0, min(1.0, deadline - time.monotonic())))
                 if self.num_moves != seen:
                     seen, deadline = self.num_moves, time.monotonic() + timeout_s
@@ -191,7 +191,7 @@ class BufferPool:
         """Return the buffer with ``owner``, to be saved, once its use has ended. No deadline, as for ``fill``."""
         with self._changed:
             while not any(buffer.owner == owner and buffer.state == "released" for buffer in self.buffers):
-                self._check_open()
+                self.check_open()
                 self._changed.wait()
             buffer = self._advance("save", owner, "released", "saving")
         _wait_for(buffer.was_released)
@@ -208,7 +208,8 @@ class BufferPool:
             self._closed = self._closed or reason
             self._changed.notify_all()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise the error given to ``close``, if it was called."""
         if self._closed is not None:
             raise self._closed
 

@@ -3,14 +3,14 @@
 torch is imported when a run needs it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tightwire.comm.group.group import Group
     from tightwire.training.config.tree import TrainConfig
     from tightwire.training.data.documents import RunData
-    from tightwire.training.engine.shards import FrozenShard
+    from tightwire.training.engine.engine import Engine
     from tightwire.training.run.rollouts import Engines, Sampler
     from tightwire.training.start.model import StartingModel
 
@@ -34,12 +34,12 @@ def open_engine(
     config: "TrainConfig",
     group: "Group",
     most_sequences: int,
-    frozen: "Collection[FrozenShard]",
+    trainer: "Engine",
 ) -> "Sampler":
     """This rank of an engine of the ranks of ``group``. Raises ValueError: the weights cannot be read, or split over them."""
     from tightwire.rollout_engine import RolloutEngine
 
-    return RolloutEngine(start, config, group, most_sequences, frozen)
+    return RolloutEngine(start, config, group, most_sequences, trainer)
 
 
 def record(*given: Any) -> "RunData | int":

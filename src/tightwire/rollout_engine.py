@@ -5,69 +5,55 @@ Each rank has its own: the base model's weights as the checkpoint has them, a pa
 Matrices that the trainer on this rank has whole, as the engine would read them, are the trainer's memory. An answer ends under
 the version that it began with. With ``rollout.tp`` several ranks share the weights and the cache as those of a
 server do: all answer the prompts of all, and each plans the same steps, because steps depend on the requests alone.
+With ``rollout.weights: partition`` each answers its own prompts, and gathers the trainer's parts of a layer when it is computed;
+ranks that have answered theirs gather along until all have.
 """
 
 import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.all_reduce.entry import Setting
-from tightwire.comm.all_reduce.self_test import self_test
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology
-from tightwire.comm.ledger.ledger import Spent
-from tightwire.comm.policy.choose import Chooser, PolicyRequest
-from tightwire.comm.policy.cost import CostModel
-from tightwire.comm.policy.routes import Routes, make_candidates
 from tightwire.comm.protocols import Transport
 from tightwire.comm.transport.peer_access import host_identity
 from tightwire.comm.transport.process_group import GlooTransport
 from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.model.adapters.peft import AdapterFile
-from tightwire.model.adapters.product import AdapterRoom
-from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ChatTemplateError, ModelError
 from tightwire.model.checkpoint.tensors import StackedParts
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler as TokenSampler
-from tightwire.model.weights.formats import (
-    choose_formats,
-    split_model,
-)
 from tightwire.recorded_answers import Prompt, Recording
-from tightwire.rollout_weights import SharedWeights, whole_matrices
+from tightwire.rollout_weights import NUM_VERSIONS, OneRank, sharing
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
 from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable
 from tightwire.server.engine.request import RequestRules
-from tightwire.server.ipc.engine_stats import RankCounts
-from tightwire.server.ipc.messages import AddRequest
+from tightwire.server.ipc.messages import AddRequest, Output
 from tightwire.training.config.tree import ModelConfig, TrainConfig
 from tightwire.training.data.chats import ChatEncoder, PromptPacker
 from tightwire.training.data.documents import DataError, Documents, RunData, describe_files
-from tightwire.training.engine.shards import FrozenShard
+from tightwire.training.engine.engine import Engine as TrainingEngine
 from tightwire.training.ranks.groups import Control
 from tightwire.training.start.answers import Answer
 from tightwire.training.start.model import StartingModel, open_starting_model
 
 _log = logging.getLogger(__name__)
 
-_NUM_VERSIONS = 2
 _AT_ONCE = 64  # answers that a rank samples at a time
 _QUESTION_TOKENS = 64  # longest question that a target asks itself
 _ASKED = "tightwire-asks"  # stands for a question in a rendered chat
@@ -82,9 +68,9 @@ class RolloutEngine:
         config: TrainConfig,
         group: Group,
         most_sequences: int,
-        frozen: Collection[FrozenShard] = (),
+        trainer: TrainingEngine | None = None,
     ) -> None:
-        """``group``: the ranks that answer together. ``most_sequences``: theirs, at once. ``frozen``: the trainer's weights."""
+        """``group``: the ranks that answer together. ``most_sequences``: theirs, at once. ``trainer``: on this rank."""
         model, groups, most_tokens = start.config, LayerGroups.of(start.config), config.data.sequence_tokens
         scaling = model.rope_scaling
         if scaling.long_factors and most_tokens > scaling.original_max_positions:
@@ -103,7 +89,10 @@ class RolloutEngine:
             block_size=BLOCK_SIZE,
             groups=groups,
         )
-        self._rank = _OneRank(start, config, self._group, limits, frozen)
+        self._trainer, self._others = trainer, None  # the ranks with parts of the same layers
+        self._rank = OneRank(start, config, self._group, limits, trainer)
+        if trainer is not None and (parts := self._rank.parts):
+            self._others = Control(sharing(trainer, trainer.groups.main, parts))
         self._engine = Engine(
             runner=self._rank,
             sampler=TokenSampler(model.vocab_size),
@@ -113,7 +102,7 @@ class RolloutEngine:
                 max_model_len=most_tokens,
                 eos_token_ids=frozenset(start.tokenizer.eos_token_ids),
             ),
-            adapters=AdapterTable(_NUM_VERSIONS if start.lora else 0),
+            adapters=AdapterTable(NUM_VERSIONS if start.lora else 0),
         )
 
     @property
@@ -123,7 +112,8 @@ class RolloutEngine:
 
     @property
     def bytes_sent(self) -> int:
-        return self._group.bytes_sent
+        gathered = 0 if self._others is None or self._trainer is None else self._trainer.bytes_sent
+        return self._group.bytes_sent + gathered
 
     @torch.inference_mode()
     def load(self, matrices: Mapping[str, Tensor]) -> None:
@@ -158,8 +148,8 @@ class RolloutEngine:
                 max_tokens=most_tokens, temperature=temperature, seed=seed, logprobs=0 if top is None else None
             )
             self._engine.add(AddRequest(id=str(number), prompt_token_ids=tokens, params=params, adapter=self._version))
-        while self._engine.has_work():
-            outputs = self._engine.step().outputs
+        while self._goes_on():
+            outputs = self._step()
             for output in outputs:
                 if output.finish_reason in ("error", "refused"):
                     raise RuntimeError(f"the engine did not answer a prompt: {output.message}")
@@ -172,66 +162,27 @@ class RolloutEngine:
                 told = [int(output.id) for output in outputs if output.token_ids]
                 for place, *row in zip(told, *self._rank.take_top(), strict=True):
                     tops[place].append(row)
+        if self._others is not None:
+            self._rank.settle()
         first = sum(map(len, ranks[: self._group.rank]))
         return answers[first : first + len(prompts)]
+
+    def _goes_on(self) -> bool:
+        """Whether this rank has a step to run, or to gather for."""
+        has_work = self._engine.has_work()
+        return has_work if self._others is None else any(own for (own,) in self._others.gather_numbers(has_work))
+
+    def _step(self) -> list[Output]:
+        before = self._rank.num_passes
+        outputs = self._engine.step().outputs if self._engine.has_work() else []
+        if self._others is not None and self._rank.num_passes == before:
+            self._rank.pass_layers()
+        return outputs
 
     def close(self) -> None:
         self._rank.runner.close()
         if self._group is not self._lane:
             self._group.transport.close()
-
-
-class _OneRank:
-    """The ranks of the engine (a ``StepRunner``): this one. The others plan and choose the same."""
-
-    def __init__(
-        self, start: StartingModel, config: TrainConfig, group: Group, limits: Limits, frozen: Collection[FrozenShard]
-    ) -> None:
-        formats, dtype = choose_formats(start.reader, start.config, "auto"), getattr(torch, config.model.compute_dtype)
-        layout = split_model(start.config, formats, group.world_size)
-        whole = whole_matrices(frozen) if group.world_size == 1 else {}
-        self.runner = build_runner(
-            start.config,
-            SharedWeights(start.config, formats, dtype, whole).files(start.reader, layout.shards[group.rank]),
-            layout,
-            RankGroups(group, _routes(config, start.config, group, limits)),
-            RunnerOptions(
-                dtype=dtype,
-                max_model_len=limits.max_model_len,
-                num_blocks=limits.num_blocks,
-                block_size=limits.block_size,
-                groups=limits.groups,
-                formats=formats,
-                graphs_up_to=limits.max_num_seqs,
-                adapters=AdapterRoom(_NUM_VERSIONS, start.lora.rank) if start.lora else None,
-            ),
-        )
-        self.execute, self._vocab_size = self.runner.execute, start.tokenizer.vocab_size
-        self.num_top, self._top = 0, (np.empty((0, 0)), np.empty((0, 0)))  # of one rank alone, which has all logits
-
-    def broadcast(self, plans: Sequence[Any]) -> None:
-        """Every rank has the plans."""
-
-    def choose(self, plans: Sequence[Any], logits_RV: Any, banned: Sequence[bytes]) -> Any:
-        if self.num_top:  # some times faster than the server's scores, which have ranks too
-            top = logits_RV[:, : self._vocab_size].topk(min(self.num_top, self._vocab_size))
-            logs_RK = top.values - logits_RV.logsumexp(1, keepdim=True)
-            self._top = top.indices.cpu().numpy(), logs_RK.cpu().numpy()
-        return self.runner.choose(plans[0], logits_RV, banned[0])
-
-    def take_top(self) -> tuple[np.ndarray, np.ndarray]:
-        """(R, K) the most likely tokens of the newest step's rows of logits and their log-probabilities; each only once."""
-        taken, self._top = self._top, (self._top[0][:0], self._top[1][:0])
-        return taken
-
-    def step_tokens(self) -> None:
-        return None
-
-    def comm_spent(self) -> Spent:
-        return Spent()
-
-    def counts(self) -> RankCounts:
-        return RankCounts()
 
 
 def _through_memory(group: Group) -> Group:
@@ -255,31 +206,6 @@ def _through_memory(group: Group) -> Group:
             _log.warning("ranks that answer together send their sums over sockets, which is slower: %s", why)
         return group
     return replace(group, transport=SharedMemoryTransport(fd, library))
-
-
-def _routes(config: TrainConfig, model: LlamaConfig, group: Group, limits: Limits) -> Routes | None:
-    """The AllReduces of the ranks' sums, chosen as for a server and tested. Raises ValueError: one sums wrongly. None: there is one rank."""
-    if group.world_size == 1:
-        return None
-    device = group.device.type
-    dtype = config.model.compute_dtype if device == "cuda" else "float32"  # of the messages
-    num_nodes = 1 if group.nodes is None else group.nodes.across.world_size
-    transport = "process-group" if group.transport.fused is None else "shared-memory"
-    setting = Setting(transport, device, group.world_size, num_nodes, dtype)
-    request = PolicyRequest(
-        row_elems=model.hidden_size,
-        max_rows=limits.max_num_batched_tokens,
-        max_decode_rows=limits.max_num_seqs,
-        num_layers=model.num_layers,
-        allreduce=config.rollout.allreduce,
-        decode=config.rollout.allreduce_decode,
-    )
-    policy = Chooser(request, CostModel(setting)).policy()
-    candidates = make_candidates([policy], group)
-    sizes = {"row_elems": model.hidden_size, "max_rows": limits.max_num_batched_tokens}
-    verdicts = self_test(group, candidates, **sizes, dtype=getattr(torch, dtype))
-    wrong = {verdict.algorithm: verdict.detail for verdict in verdicts if not verdict.ok}
-    return Routes([("rollout", policy.without(wrong))], candidates)
 
 
 class _Matrices:

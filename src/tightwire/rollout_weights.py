@@ -1,24 +1,68 @@
-"""The weights of an engine that answers inside a trainer: what the trainer has in memory as kernels read it is not held twice.
+"""One rank of the engine that answers inside a trainer: its weights, of which what the trainer has in memory is not held twice.
 
-That are the frozen matrices of flat parameters that one rank has whole: packed blocks, or numbers in the computing dtype. The rest,
-norms and biases too, is read from the checkpoint.
+``SharedWeights`` uses the frozen matrices of flat parameters that one rank has whole, as kernels read them: packed blocks, or numbers
+in the computing dtype. ``GatheredLayers`` gathers the flat parameters that several ranks have in parts, each time a layer is used. The
+rest, norms and biases too, is read from the checkpoint.
 """
 
-from collections.abc import Collection, Mapping
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.all_reduce.self_test import self_test
+from tightwire.comm.codec.codec import NONE
+from tightwire.comm.group.group import Group
+from tightwire.comm.ledger.ledger import Spent
+from tightwire.comm.policy.choose import Chooser, PolicyRequest
+from tightwire.comm.policy.cost import CostModel
+from tightwire.comm.policy.routes import Routes, make_candidates
+from tightwire.comm.protocols import Moved
+from tightwire.kernels.spec.gguf_blocks import PackedFormat
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, Weight
+from tightwire.large_file import PAGE_BYTES
+from tightwire.model.adapters.product import AdapterRoom
+from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.tensors import StackedParts
 from tightwire.model.layout import Shard
-from tightwire.model.weights.formats import Fused, WeightFormats, layer_tensors, outer_tensors
+from tightwire.model.step import StepPlan
+from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
+from tightwire.model.weights.formats import (
+    Fused,
+    WeightFormats,
+    choose_formats,
+    layer_tensors,
+    outer_tensors,
+    read_tensors,
+    split_model,
+)
 from tightwire.model.weights.load import CheckpointStore
-from tightwire.model.weights.packed_layer import PackedLayer, PackedModel, pack_tensors
-from tightwire.training.engine.shards import FrozenShard
+from tightwire.model.weights.packed_layer import PackedLayer, PackedModel, Place, pack_tensors
+from tightwire.model.weights.streamed import StreamedWeights
+from tightwire.server.config.limits import Limits
+from tightwire.server.ipc.engine_stats import RankCounts
+from tightwire.training.config.tree import TrainConfig
+from tightwire.training.engine.engine import Engine as TrainingEngine
+from tightwire.training.engine.gathered_weights import gather_shard, room_bytes
+from tightwire.training.engine.shards import FrozenShard, Shards, group_of
+from tightwire.training.ranks.groups import shard_group
+from tightwire.training.start.model import StartingModel
+
+NUM_VERSIONS = 2  # of the adapter
+_GLANCE_S = 0.001
+# A step of a rank that has answered its prompts.
+_NOTHING = StepPlan(
+    index=0, token_ids=b"", query_lens=b"", context_lens=b"", block_tables=b"", num_decode_rows=0, logit_rows=b""
+)
 
 
 def whole_matrices(frozen: Collection[FrozenShard]) -> dict[str, Matrix]:
@@ -87,3 +131,242 @@ def _joined(first: Matrix, second: Matrix) -> Matrix | None:
     if not of_one_memory or second.data_ptr() != first.data_ptr() + first.nbytes:
         return None
     return first.as_strided((len(first) + len(second), first.shape[1]), first.stride())
+
+
+def parts_of_layers(trainer: TrainingEngine) -> list[list[FrozenShard]]:
+    """This rank's parts of each layer's frozen matrices; none if no other rank has parts. Raises ValueError: a bucket has several layers."""
+    found: list[list[FrozenShard]] = []
+    for bucket in trainer.plan.blocks:
+        own = [trainer.frozen_shards[each.name] for each in bucket.flat_params if not each.trainable]
+        found.append([shard for shard in own if shard.form.ranks.world_size > 1])
+    if any(found) and trainer.plan.per_bucket > 1:
+        raise ValueError(
+            "rollout.weights=partition gathers a layer when it is computed, and parallel.blocks_per_bucket="
+            f"{trainer.plan.per_bucket} keeps several together; leave out one of them"
+        )
+    return found if any(found) else []
+
+
+def formats_of_parts(
+    formats: WeightFormats, config: LlamaConfig, parts: Sequence[Sequence[FrozenShard]]
+) -> WeightFormats:
+    """``formats`` of the checkpoint, but in layers only blocks that the trainer keeps are packed."""
+    stacked, every = StackedParts(config), (part.flat_param for layer in parts for part in layer)
+    kept = {param.name for flat_param in every if flat_param.blocks for param in flat_param.params}
+    layers = "model.layers."
+    packed = {n: own for n, own in formats.packed.items() if not n.startswith(layers) or stacked.find(n)[0] in kept}
+    return WeightFormats(packed, formats.plain)
+
+
+class _Span(NamedTuple):
+    """A matrix's bytes in a gathered layer. ``format``: of its blocks; None: it is numbers."""
+
+    start: int
+    row_bytes: int
+    format: PackedFormat | None
+
+
+class GatheredLayers(CheckpointStore):
+    """The layers of an engine whose frozen matrices the trainer's ranks have in parts: a read gathers them, as the trainer does.
+
+    All ranks that have parts read the same layers in the same order. Cost of a read: the trainer's gather of the block. Memory: norms and
+    biases, and room for a layer's encoded bytes.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        shard: Shard,
+        shared: SharedWeights,
+        parts: Sequence[Sequence[FrozenShard]],
+        groups: tuple[Group, Group],
+    ) -> None:
+        """``shard``: a whole model. ``parts``: as of ``parts_of_layers``. ``groups``: a lane group, and the ranks of it that have parts.
+
+        Raises ValueError: a layer has a matrix in another form than the engine reads it.
+        """
+        self._parts, self._dtype, self._groups = parts, shared.dtype, groups
+        layers = (layer_tensors(shared.config, shard, layer) for layer in range(shared.config.num_layers))
+        plain = tuple(self._lay_out(reader, shared, *each) for each in zip(layers, parts, strict=True))
+        outer = pack_tensors(outer_tensors(shared.config, shard), shared.formats, shared.dtype)
+        super().__init__(reader, shared.config, shard, PackedModel(outer, plain, plain))
+        self.name = "the ranks that train"
+        room = room_bytes(Shards({}, {part.flat_param.name: part for layer in parts for part in layer}))
+        self._room = torch.empty(room, dtype=torch.uint8, device=groups[0].device)
+
+    def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
+        end = 0
+        for part in self._parts[layer]:
+            start, end = end, end + self._num_bytes(part)
+            out = into[start:end] if part.flat_param.blocks else into[start:end].view(self._dtype)
+            gather_shard(part, *self._groups, out, self._room)
+            moved(end - start)
+        return into
+
+    def _num_bytes(self, part: FrozenShard) -> int:
+        """Of the gathered flat parameter."""
+        own = part.flat_param
+        return own.blocks.num_elems if own.blocks else own.num_elems * self._dtype.itemsize
+
+    def _lay_out(
+        self,
+        reader: CheckpointReader,
+        shared: SharedWeights,
+        tensors: Mapping[str, Fused],
+        parts: Sequence[FrozenShard],
+    ) -> PackedLayer:
+        spans, end = dict[str, _Span](), 0
+        for part in parts:
+            own, size = part.flat_param, self._dtype.itemsize
+            if own.blocks is not None:
+                placed = zip(own.blocks.params, own.formats, strict=True)
+                spans |= {place.name: _Span(end + place.start, place.shape[1], packed) for place, packed in placed}
+            else:
+                spans |= {p.name: _Span(end + p.start * size, p.shape[1] * size, None) for p in own.params}
+            end += self._num_bytes(part)
+        vectors = {name: fused for name, fused in tensors.items() if fused.columns is None}
+        beside = pack_tensors(vectors, shared.formats, shared.dtype)
+        held = beside.tensors(torch.zeros(beside.num_bytes, dtype=torch.uint8, device=self._groups[0].device))
+        read_tensors(reader, vectors, held)
+        stacked = StackedParts(shared.config)
+        places = {name: _place(spans, fused, shared, stacked) for name, fused in tensors.items() if name not in vectors}
+        return PackedLayer(places, shared.dtype, -(-end // PAGE_BYTES) * PAGE_BYTES, held)
+
+
+def _place(spans: Mapping[str, _Span], fused: Fused, shared: SharedWeights, stacked: StackedParts) -> Place:
+    """Where a gathered layer has ``fused``, whose parts follow each other. Raises ValueError: they do not, or have another form."""
+    found: list[range] = []
+    for name, rows in fused.parts:
+        stored, inside = stacked.find(name)
+        span = spans.get(stored)
+        if span is not None and span.format == shared.formats.packed.get(name):
+            first = span.start + (rows.start + (inside.start if inside else 0)) * span.row_bytes
+            found.append(range(first, first + len(rows) * span.row_bytes))
+    if len(found) < len(fused.parts) or any(one.stop != other.start for one, other in pairwise(found)):
+        raise ValueError(
+            f"rollout.weights=partition: the engine reads {', '.join(fused.names)} as one matrix, which the trainer's blocks do not have in "
+            "one form and one place; leave it out"
+        )
+    return Place(found[0].start, sum(map(len, found)), fused.shape, shared.formats.of(fused), NONE)
+
+
+class OneRank:
+    """The ranks of the engine (a ``StepRunner``): this one. The others plan and choose the same, or answer their own prompts.
+
+    ``parts``: of layers that it gathers. ``num_passes``: through the layers, so far.
+    """
+
+    def __init__(
+        self,
+        start: StartingModel,
+        config: TrainConfig,
+        group: Group,
+        limits: Limits,
+        trainer: TrainingEngine | None,
+    ) -> None:
+        formats, dtype = choose_formats(start.reader, start.config, "auto"), getattr(torch, config.model.compute_dtype)
+        frozen = () if trainer is None else trainer.frozen_shards.values()
+        self.parts = parts_of_layers(trainer) if trainer and config.rollout.weights == "partition" else []
+        if self.parts:
+            formats = formats_of_parts(formats, start.config, self.parts)
+        layout = split_model(start.config, formats, group.world_size)
+        whole = whole_matrices(frozen) if group.world_size == 1 else {}
+        shared = SharedWeights(start.config, formats, dtype, whole)
+        files, plan = shared.files(start.reader, layout.shards[group.rank]), EVERYTHING_RESIDENT
+        if self.parts and trainer is not None:
+            lane = trainer.groups.gather
+            groups = lane, sharing(trainer, lane, self.parts)
+            files = GatheredLayers(start.reader, layout.shards[0], shared, self.parts, groups)
+            plan = WeightPlan(source="stream", origin="disk", streamed=tuple(range(start.config.num_layers)))
+        self.num_passes = 0
+        self.runner = build_runner(
+            start.config,
+            files,
+            layout,
+            RankGroups(group, _routes(config, start.config, group, limits)),
+            RunnerOptions(
+                dtype=dtype,
+                max_model_len=limits.max_model_len,
+                num_blocks=limits.num_blocks,
+                block_size=limits.block_size,
+                groups=limits.groups,
+                formats=formats,
+                weight_plan=plan,
+                fetch_timeout_s=math.inf,  # a gather has its own
+                graphs_up_to=limits.max_num_seqs,
+                adapters=AdapterRoom(NUM_VERSIONS, start.lora.rank) if start.lora else None,
+            ),
+        )
+        self.runner.lockstep = bool(self.parts)
+        self._vocab_size = start.tokenizer.vocab_size
+        self.num_top, self._top = 0, (np.empty((0, 0)), np.empty((0, 0)))  # of one rank alone, which has all logits
+
+    def broadcast(self, plans: Sequence[Any]) -> None:
+        """Every rank has the plans."""
+
+    def execute(self, *given: Any) -> Any:
+        self.num_passes += 1
+        return self.runner.execute(*given)
+
+    def choose(self, plans: Sequence[Any], logits_RV: Any, banned: Sequence[bytes]) -> Any:
+        if self.num_top:  # some times faster than the server's scores, which have ranks too
+            top = logits_RV[:, : self._vocab_size].topk(min(self.num_top, self._vocab_size))
+            logs_RK = top.values - logits_RV.logsumexp(1, keepdim=True)
+            self._top = top.indices.cpu().numpy(), logs_RK.cpu().numpy()
+        return self.runner.choose(plans[0], logits_RV, banned[0])
+
+    def take_top(self) -> tuple[np.ndarray, np.ndarray]:
+        """(R, K) the most likely tokens of the newest step's rows of logits and their log-probabilities; each only once."""
+        taken, self._top = self._top, (self._top[0][:0], self._top[1][:0])
+        return taken
+
+    def step_tokens(self) -> None:
+        return None
+
+    def comm_spent(self) -> Spent:
+        return Spent()
+
+    def counts(self) -> RankCounts:
+        return RankCounts()
+
+    def pass_layers(self) -> None:
+        """Gather all layers, as the ranks do that compute with them."""
+        self.execute(_NOTHING)
+
+    def settle(self) -> None:
+        """Wait until layers of the next pass are gathered as far as there is room: then nothing uses the gather lane's group."""
+        weights = self.runner.weights
+        assert isinstance(weights, StreamedWeights)
+        while not weights.fetcher.is_full:
+            weights.fetcher.pool.check_open()
+            time.sleep(_GLANCE_S)
+
+
+def sharing(trainer: TrainingEngine, lane: Group, parts: Sequence[Sequence[FrozenShard]]) -> Group:
+    """The ranks of a lane group that have the other parts."""
+    return group_of(parts[0][0].form, shard_group(lane, trainer.options.sharding))
+
+
+def _routes(config: TrainConfig, model: LlamaConfig, group: Group, limits: Limits) -> Routes | None:
+    """The AllReduces of the ranks' sums, chosen as for a server and tested. Raises ValueError: one sums wrongly. None: there is one rank."""
+    if group.world_size == 1:
+        return None
+    device = group.device.type
+    dtype = config.model.compute_dtype if device == "cuda" else "float32"  # of the messages
+    num_nodes = 1 if group.nodes is None else group.nodes.across.world_size
+    transport = "process-group" if group.transport.fused is None else "shared-memory"
+    setting = Setting(transport, device, group.world_size, num_nodes, dtype)
+    request = PolicyRequest(
+        row_elems=model.hidden_size,
+        max_rows=limits.max_num_batched_tokens,
+        max_decode_rows=limits.max_num_seqs,
+        num_layers=model.num_layers,
+        allreduce=config.rollout.allreduce,
+        decode=config.rollout.allreduce_decode,
+    )
+    policy = Chooser(request, CostModel(setting)).policy()
+    candidates = make_candidates([policy], group)
+    sizes = {"row_elems": model.hidden_size, "max_rows": limits.max_num_batched_tokens}
+    verdicts = self_test(group, candidates, **sizes, dtype=getattr(torch, dtype))
+    wrong = {verdict.algorithm: verdict.detail for verdict in verdicts if not verdict.ok}
+    return Routes([("rollout", policy.without(wrong))], candidates)

@@ -1,6 +1,6 @@
 """An engine beside a trainer has no matrices of its own where the trainer has them whole, as kernels read them; it answers the same."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, Weight
 from tightwire.post_training import make_engines
 from tightwire.rollout_engine import RolloutEngine
 from tightwire.run_page import SAMPLES
-from tightwire.training.engine.shards import FrozenShard
+from tightwire.training.engine.engine import Engine
 
 _LAYERS, _OUTER, _IN_LAYER = 3, {"embedding", "head"}, {"qkv", "attention_out", "gate_up", "down"}
 _ALL = _OUTER | _IN_LAYER
@@ -44,9 +44,9 @@ def _run(folder: Path, run: str, base: str, *overrides: str, world_size: int = 1
     config = make_prompt_config(folder, _REWARD, *steps, start, *overrides, shape=_SIZES, run=run)
     shared: set[str] = set(_ALL)
 
-    def open_engine(start: Any, config: Any, group: Any, most: int, frozen: Collection[FrozenShard]) -> RolloutEngine:
-        engine = RolloutEngine(start, config, group, most, () if apart else frozen)
-        own = [shard.wire() for shard in frozen]
+    def open_engine(start: Any, config: Any, group: Any, most: int, trainer: Engine) -> RolloutEngine:
+        engine = RolloutEngine(start, config, group, most, None if apart else trainer)
+        own = [shard.wire() for shard in trainer.frozen_shards.values()]
         weights = engine._rank.runner._model.weights
         layers = [(name, getattr(weights.layer(layer), name)) for name in _IN_LAYER for layer in range(_LAYERS)]
         for name, weight in [*layers, *((name, getattr(weights.outer, name)) for name in _OUTER)]:
@@ -93,3 +93,94 @@ def test_a_matrix_beside_packed_ones_is_read_where_the_engine_joins_them_as_numb
 def test_parts_and_rounded_numbers_are_not_shared(tmp_path: Path) -> None:
     assert _run(tmp_path, "rounded", "", "parallel={sharding: zero3, frozen_codec: int8}")[0] == set()
     assert _run(tmp_path, "parts", "", "parallel.sharding=zero3", world_size=2)[0] == set()
+
+
+def _partitioned(
+    folder: Path, run: str, base: str, *overrides: str, ranks: tuple[int, int] = (2, 1), weights: str = "partition"
+) -> tuple[list[str], float, int, list[tuple[int, int]]]:
+    """The answers, the ratios of the first step, the bytes that rank 0 sent for its answers, and of each rank the passes of its engine
+    and the bytes that a pass sends.
+
+    ``ranks``: their number, and that of nodes. Prompts that no step learns from are three, so one rank answers one more.
+    """
+    steps = "schedule={steps: 2, warmup_steps: 0}", "batch={sequences: 4, micro_sequences: 1}"
+    held_out = "data.held_out=0.2", "evaluation={every: 1, sequences: 3}"
+    start = f"model.start={base}" if base else "model.lora.rank=4"
+    how = f"rollout.weights={weights}", *steps, *held_out, start
+    config = make_prompt_config(folder, _REWARD, *how, *overrides, shape=_SIZES, run=run)
+    opened: list[RolloutEngine] = []
+
+    def open_engine(*given: Any) -> RolloutEngine:
+        opened.append(RolloutEngine(*given))
+        return opened[-1]
+
+    train(config, *ranks, engines=make_engines()._replace(open=open_engine))
+    found = [
+        (
+            own._rank.num_passes,
+            sum((s.form.ranks.world_size - 1) * s.form.wire_bytes for each in own._rank.parts for s in each),
+        )
+        for own in opened
+    ]
+    rewards = [line["held_out_reward"] for line in log_lines(config) if "held_out_reward" in line]
+    steps_of = [line for line in log_lines(config) if "mismatch" in line]
+    answers = [*(Path(config.run) / SAMPLES).read_text().splitlines(), *map(str, rewards)]
+    return answers, steps_of[1]["mismatch"], steps_of[1]["answer_wire_bytes"], found
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [
+        ("model.compute_dtype=float32", (2, 1)),
+        ("model.compute_dtype=bfloat16", (2, 1)),
+        ("parallel.gather_path=flat", (4, 2)),
+        ("parallel.secondary=true", (4, 2)),
+        ("parallel.sharding=hybrid", (4, 2)),
+        ("parallel.sharding=zero2", (2, 1)),
+    ],
+)
+def test_gathered_layers_give_the_answers_of_resident_ones(tmp_path: Path, how: str, ranks: tuple[int, int]) -> None:
+    given = "parallel.sharding=zero3", how
+    answers, _, sent, engines = _partitioned(tmp_path, "gathered", "", *given, ranks=ranks)
+    resident, _, none, _ = _partitioned(tmp_path, "resident", "", *given, ranks=ranks, weights="resident")
+    assert answers == resident
+    assert none == 0
+    assert sent > 0
+    assert len({passes for passes, _ in engines}) == 1
+    assert all(pass_bytes > 0 for _, pass_bytes in engines)
+
+
+def test_packed_blocks_are_gathered_as_they_are(tmp_path: Path) -> None:
+    base = str(make_tiny_gguf(tmp_path / "base.gguf", "Q4_K", others={"attn_v": "Q6_K"}, **_SIZES))
+    packed = "parallel={sharding: zero3, frozen_codec: packed}"
+    answers, mismatch, *_ = _partitioned(tmp_path, "gathered", base, packed)
+    resident, *_ = _partitioned(tmp_path, "resident", base, packed, weights="resident")
+    assert answers == resident
+    assert mismatch < 1e-4
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_the_engine_multiplies_with_the_trainers_rounded_numbers(tmp_path: Path, codec: str) -> None:
+    rounded = f"parallel={{sharding: zero3, frozen_codec: {codec}}}"
+    _, mismatch, *_ = _partitioned(tmp_path, "gathered", "", rounded)
+    _, beside, *_ = _partitioned(tmp_path, "resident", "", rounded, weights="resident")
+    assert mismatch < 1e-4 < beside
+
+
+def test_an_answer_sends_the_parts_once_a_pass(tmp_path: Path) -> None:
+    """And eight bytes to each other rank, to agree on each step."""
+    answers, _, sent, engines = _partitioned(tmp_path, "run", "", "parallel.sharding=zero3", "evaluation.every=0")
+    assert len(answers) == 16
+    passes, pass_bytes = engines[0]
+    assert passes == 2 * 8 - 0
+    assert sent == 8 * pass_bytes + 9 * 8
+
+
+def test_what_cannot_be_gathered_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="blocks_per_bucket=2 keeps several together"):
+        _partitioned(tmp_path, "buckets", "", "parallel={sharding: zero3, blocks_per_bucket: 2}")
+    base = str(make_tiny_gguf(tmp_path / "base.gguf", "Q4_K", others={"attn_k": "F16"}, **_SIZES))
+    with pytest.raises(ValueError, match=r"q_proj.*k_proj.*v_proj.* as one matrix.*leave it out"):
+        _partitioned(tmp_path, "mixed", base, "parallel={sharding: zero3, frozen_codec: packed}")
+    with pytest.raises(ValueError, match="which tp splits"):
+        _partitioned(tmp_path, "split", "", "rollout.tp=2", "parallel.sharding=zero3")

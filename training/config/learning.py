@@ -86,6 +86,9 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True):
     tp: PositiveInt = Field(
         default=1, description="ranks that split its weights and answer together: 1, those of a node, or all"
     )
+    weights: Literal["resident", "partition"] = Field(
+        default="resident", description="partition: each step gathers the trainer's parts of layers; none is held twice"
+    )
     allreduce: str = Field(default="auto", description="what sums their partial results; auto is lossless")
     allreduce_decode: str | None = Field(
         default=None, description="the same for generated tokens; default: allreduce if it is lossless, else auto"
@@ -97,6 +100,8 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True):
             split_name(name)
         if self.tp == 1 and (self.allreduce, self.allreduce_decode) != ("auto", None):
             raise ValueError("allreduce is for several ranks that answer together; give tp, their number")
+        if self.tp > 1 and self.weights == "partition":
+            raise ValueError("weights=partition: a rank answers with whole layers, which tp splits; give one of them")
         return self
 
     def check_ranks(self, topology: Topology) -> None:

@@ -76,7 +76,7 @@ class Engine:
             )
         prepare_codecs(groups.device, *options.codecs)
         self.plan, self.options = plan, options
-        self._groups = groups
+        self.groups = groups
         self._group = shard_group(groups.main, sharding)
         self._shards = make_shards(plan, options, ranks, groups.device)
         self.frozen_shards: Mapping[str, FrozenShard] = self._shards.frozen  # of this rank, by flat parameter; to read
@@ -91,8 +91,7 @@ class Engine:
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has sent to others since the start."""
-        groups = self._groups
-        return groups.gather.bytes_sent + groups.reduce.bytes_sent + groups.main.bytes_sent
+        return sum(group.bytes_sent for group in (self.groups.gather, self.groups.reduce, self.groups.main))
 
     @property
     def waited_s(self) -> float:
@@ -132,7 +131,7 @@ class Engine:
         """The global norm of the gradients, summed in float64; the same bits on every rank."""
         own = [torch.linalg.vector_norm(main.grad, dtype=torch.float64) ** 2 for _, main in self.named_flat_params()]
         own_sum = torch.stack(own).sum().view(1)
-        sums = run_leg(self._groups.main, self._group, all_gather, self._group, own_sum)
+        sums = run_leg(self.groups.main, self._group, all_gather, self._group, own_sum)
         return math.sqrt(sum(float(total) for total in sums))
 
     def clip_gradients(self, max_norm: float) -> float:
@@ -167,7 +166,7 @@ class Engine:
         Do not write to a tensor or keep it: it may be memory that the optimizer uses.
         """
         for flat_param, main in self.named_flat_params():
-            shards = run_leg(self._groups.main, self._group, all_gather, self._group, main.data)
+            shards = run_leg(self.groups.main, self._group, all_gather, self._group, main.data)
             full_N = torch.cat(shards)
             for param in flat_param.params:
                 yield param.name, param.of(full_N)
@@ -187,7 +186,7 @@ class Engine:
         self._check_idle()
         for shard in self._shards.frozen.values():
             group = group_of(shard.form, self._group)
-            numbers_S = torch.zeros(shard.flat_param.num_elems // group.world_size, device=self._groups.device)
+            numbers_S = torch.zeros(shard.flat_param.num_elems // group.world_size, device=self.groups.device)
             copy_into_shard(tensor_of, cut_shard(shard.flat_param, group.rank, group.world_size), numbers_S)
             blocks_S = None
             if (blocks := shard.flat_param.blocks) is not None and blocks_of is not None:
@@ -205,7 +204,7 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        self._groups.close()
+        self.groups.close()
         reason = RuntimeError("the engine was closed")
         self._weights.close(reason)
         self._gradients.close(reason)

@@ -148,6 +148,15 @@ def _unpack(flat_param: FlatParameter, blocks: FlatParameter, blocks_B: Tensor, 
             numbers.copy_(dequantize(PackedMatrix(blocks_OB, packed), numbers.dtype))
 
 
+def gather_shard(shard: Shard, lane_group: Group, group: Group, out_N: Tensor, room: Tensor) -> None:
+    """Fill ``out_N`` with a flat parameter, or its bytes if it is kept in blocks. ``group``: the ranks of ``lane_group`` that share it."""
+    given = group, shard.wire(), shard.form.codec, out_N, room
+    if shard.form.two_legs:
+        gather_over_nodes(*given)
+    else:
+        run_leg(lane_group, group, gather_shards, *given)
+
+
 class Weights:
     """Called by the computing thread; the lane gathers. ``waited_s``: seconds that the computing thread has waited."""
 
@@ -251,10 +260,8 @@ class Weights:
         gathered = out_N if blocks is None else self._blocks[: blocks.num_elems]
         if form.copied and isinstance(shard, MainShard):
             self._node_copy.gather(shard, gathered, self._room)
-        elif form.two_legs:
-            gather_over_nodes(group, shard.wire(), form.codec, gathered, self._room)
         else:
-            run_leg(self._lane_group, group, gather_shards, group, shard.wire(), form.codec, gathered, self._room)
+            gather_shard(shard, self._lane_group, group, gathered, self._room)
         if blocks is not None:
             _unpack(shard.flat_param, blocks, gathered, out_N)
 

@@ -61,9 +61,6 @@ class EvaluationRecord:
         return values | {f"held_out_{name}": figure for name, figure in values.pop("figures").items()}
 
 
-_TENSORBOARD = "tensorboard"
-
-
 class RunLog:
     """Written by one rank. ``after_step``: the run resumes after this step, so later lines are dropped."""
 
@@ -79,12 +76,10 @@ class RunLog:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-            self._writer = SummaryWriter(run / _TENSORBOARD, purge_step=after_step + 1)
+            self._writer = SummaryWriter(run / "tensorboard", purge_step=after_step + 1)
 
     def add(self, record: StepRecord | EvaluationRecord) -> None:
-        """Raises OSError: the disk failed. The file's buffer keeps the line, and a later call writes it once
-        there is room.
-        """
+        """Raises OSError: the disk failed. The file's buffer keeps the line, which a later call writes."""
         values = record.values()
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()

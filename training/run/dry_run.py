@@ -38,10 +38,8 @@ def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) ->
     check_sequences(config, llama)
     model = model_step(config, options, llama, topology, step=config.schedule.steps - 1)
     if config.parallel.checkpoint_blocks == "auto":
-        device, ranks_of_host = (
-            find_device(config.device, Topology(0, 1)),
-            find_topology(environment, None).ranks_per_node,
-        )
+        device = find_device(config.device, Topology(0, 1))
+        ranks_of_host = find_topology(environment, None).ranks_per_node
         model = model.fitting(parse_bytes(given.memory) if given.memory else usable_bytes(device, ranks_of_host))
     lines = [*_about_run(model), *_about_memory(model), *_about_traffic(model), *_about_time(model, links)]
     return "".join(f"{line}\n" for line in lines)

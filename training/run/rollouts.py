@@ -10,7 +10,7 @@ import pkgutil
 import random
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from tightwire.run_page import SAMPLES
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import Prompt
 from tightwire.training.data.documents import DataError, RunData
-from tightwire.training.engine.shards import FrozenShard
+from tightwire.training.engine.engine import Engine
 from tightwire.training.log.run_log import EvaluationRecord, drop_after
 from tightwire.training.ranks.groups import Control
 from tightwire.training.run.setup import Trained
@@ -58,8 +58,8 @@ class Sampler(Protocol):
     def close(self) -> None: ...
 
 
-# Of a starting model: the configuration, the ranks that answer together, their most sequences, the trainer's frozen weights.
-OpenSampler = Callable[[StartingModel, TrainConfig, Group, int, Collection[FrozenShard]], Sampler]
+# Of a starting model: the configuration, the ranks that answer together, their most sequences, the trainer on this rank.
+OpenSampler = Callable[[StartingModel, TrainConfig, Group, int, Engine], Sampler]
 
 
 class Engines(NamedTuple):
@@ -133,7 +133,7 @@ class Rollouts:
             drop_after(self._path, step)
         at_once = config.batch.sequences // control.world_size * self.config.samples * group.world_size
         tempered = start.tempered(self.config.temperature)  # so that the engine's log-probabilities are at it too
-        self._sampler = open_sampler(tempered, config, group, at_once, trained.engine.frozen_shards.values())
+        self._sampler = open_sampler(tempered, config, group, at_once, trained.engine)
         self.figures: dict[str, float] = {}  # of the newest answers, over all ranks
         self._spent: dict[str, float] = {}  # on them, by this rank
 

@@ -191,21 +191,20 @@ class Run:
                     config.product_passes,
                     scores=config.model.head == "reward",
                 ),
-                peak_flops=config.log.peak_tflops * 1e12
-                if config.log.peak_tflops
-                else peak_flops(self._trained.device, getattr(torch, config.model.compute_dtype)),
+                peak_flops=(config.log.peak_tflops or 0) * 1e12
+                or peak_flops(trained.device, getattr(torch, config.model.compute_dtype)),
                 step=step,
                 position=position,
                 last_checkpoint=checkpoint,
                 answers=answers,
             )
             signal = loop.run()
-            if not signal:
-                self._export(terminal)
             if signal:
                 saved = "saved" if loop.step > step else "nothing new to save"
                 at = f"step {loop.step} of {config.schedule.steps}"
                 terminal.say(f"stopped after {at}, {saved}; the same command resumes")
+            else:
+                self._export(terminal)
             return signal
         finally:
             batches.close()
@@ -232,8 +231,7 @@ class Run:
     def _load(self) -> tuple[Path | None, int, int, Mapping[str, Any] | None]:
         """Load the weights. Returns the checkpoint (None: a new run), its step, its position and its answers."""
         config, control, trained = self._config, self._control, self._trained
-        step = position = 0
-        description: dict[str, Any] = {}
+        step, position, description = 0, 0, dict[str, Any]()
         with control.failing_together(OtherRunError):
             checkpoint = find_checkpoint(self._folder, resume=config.checkpoint.resume)
         checkpoint = control.gather(checkpoint)[0]
