@@ -1,8 +1,8 @@
 """One rank of the engine that answers inside a trainer: its weights, of which what the trainer has in memory is not held twice.
 
 ``SharedWeights`` uses the frozen matrices of flat parameters that one rank has whole, as kernels read them: packed blocks, or numbers
-in the computing dtype. ``GatheredLayers`` gathers the flat parameters that several ranks have in parts, each time a layer is used. The
-rest, norms and biases too, is read from the checkpoint.
+in the computing dtype. ``GatheredLayers`` gathers the flat parameters that several ranks have in parts, each time a layer is used. Norms, biases and the rest
+are read from the checkpoint.
 """
 
 import math
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tightwire.buffers import page_aligned
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.self_test import self_test
 from tightwire.comm.codec.codec import NONE
@@ -52,6 +53,7 @@ from tightwire.server.config.limits import Limits
 from tightwire.server.ipc.engine_stats import RankCounts
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.engine.engine import Engine as TrainingEngine
+from tightwire.training.engine.flat_parameters import ENDS
 from tightwire.training.engine.gathered_weights import gather_shard, room_bytes
 from tightwire.training.engine.shards import FrozenShard, Shards, group_of
 from tightwire.training.ranks.groups import shard_group
@@ -133,28 +135,31 @@ def _joined(first: Matrix, second: Matrix) -> Matrix | None:
     return first.as_strided((len(first) + len(second), first.shape[1]), first.stride())
 
 
-def parts_of_layers(trainer: TrainingEngine) -> list[list[FrozenShard]]:
-    """This rank's parts of each layer's frozen matrices; none if no other rank has parts. Raises ValueError: a bucket has several layers."""
+Parts = Sequence[Sequence[FrozenShard]]  # of embedding and head together, then of each layer
+
+
+def find_parts(trainer: TrainingEngine) -> Parts:
+    """This rank's parts of the frozen matrices; nothing if it has them whole. Raises ValueError: a bucket has several layers."""
+    ends = [bucket for bucket in trainer.plan.buckets if bucket.name in ENDS]
     found: list[list[FrozenShard]] = []
-    for bucket in trainer.plan.blocks:
-        own = [trainer.frozen_shards[each.name] for each in bucket.flat_params if not each.trainable]
-        found.append([shard for shard in own if shard.form.ranks.world_size > 1])
-    if any(found) and trainer.plan.per_bucket > 1:
+    for buckets in (ends, *([bucket] for bucket in trainer.plan.blocks)):
+        names = [each.name for bucket in buckets for each in bucket.flat_params if not each.trainable]
+        found.append([trainer.frozen_shards[name] for name in names])
+    if all(shard.form.ranks.world_size == 1 for own in found for shard in own):
+        return []
+    if trainer.plan.per_bucket > 1:
         raise ValueError(
             "rollout.weights=partition gathers a layer when it is computed, and parallel.blocks_per_bucket="
             f"{trainer.plan.per_bucket} keeps several together; leave out one of them"
         )
-    return found if any(found) else []
+    return found
 
 
-def formats_of_parts(
-    formats: WeightFormats, config: LlamaConfig, parts: Sequence[Sequence[FrozenShard]]
-) -> WeightFormats:
-    """``formats`` of the checkpoint, but in layers only blocks that the trainer keeps are packed."""
-    stacked, every = StackedParts(config), (part.flat_param for layer in parts for part in layer)
+def formats_of_parts(formats: WeightFormats, config: LlamaConfig, parts: Parts) -> WeightFormats:
+    """``formats`` of the checkpoint, but only the blocks that the trainer keeps are packed."""
+    stacked, every = StackedParts(config), (part.flat_param for own in parts for part in own)
     kept = {param.name for flat_param in every if flat_param.blocks for param in flat_param.params}
-    layers = "model.layers."
-    packed = {n: own for n, own in formats.packed.items() if not n.startswith(layers) or stacked.find(n)[0] in kept}
+    packed = {name: own for name, own in formats.packed.items() if stacked.find(name)[0] in kept}
     return WeightFormats(packed, formats.plain)
 
 
@@ -170,33 +175,34 @@ class GatheredLayers(CheckpointStore):
     """The layers of an engine whose frozen matrices the trainer's ranks have in parts: a read gathers them, as the trainer does.
 
     All ranks that have parts read the same layers in the same order. Cost of a read: the trainer's gather of the block. Memory: norms and
-    biases, and room for a layer's encoded bytes.
+    biases, and room for a layer's encoded bytes. Embedding and head are gathered once.
     """
 
     def __init__(
-        self,
-        reader: CheckpointReader,
-        shard: Shard,
-        shared: SharedWeights,
-        parts: Sequence[Sequence[FrozenShard]],
-        groups: tuple[Group, Group],
+        self, reader: CheckpointReader, shard: Shard, shared: SharedWeights, parts: Parts, groups: tuple[Group, Group]
     ) -> None:
-        """``shard``: a whole model. ``parts``: as of ``parts_of_layers``. ``groups``: a lane group, and the ranks of it that have parts.
+        """``shard``: a whole model. ``groups``: a lane group, and the ranks of it that have parts.
 
         Raises ValueError: a layer has a matrix in another form than the engine reads it.
         """
         self._parts, self._dtype, self._groups = parts, shared.dtype, groups
-        layers = (layer_tensors(shared.config, shard, layer) for layer in range(shared.config.num_layers))
-        plain = tuple(self._lay_out(reader, shared, *each) for each in zip(layers, parts, strict=True))
-        outer = pack_tensors(outer_tensors(shared.config, shard), shared.formats, shared.dtype)
-        super().__init__(reader, shared.config, shard, PackedModel(outer, plain, plain))
-        self.name = "the ranks that train"
-        room = room_bytes(Shards({}, {part.flat_param.name: part for layer in parts for part in layer}))
+        config = shared.config
+        tensors = outer_tensors(config, shard), *(layer_tensors(config, shard, n) for n in range(config.num_layers))
+        outer, *plain = (self._lay_out(reader, shared, *each) for each in zip(tensors, parts, strict=True))
+        super().__init__(reader, config, shard, PackedModel(outer, tuple(plain), tuple(plain)))
+        self.name, self.device = "the ranks that train", groups[0].device
+        room = room_bytes(Shards({}, {part.flat_param.name: part for own in parts for part in own}))
         self._room = torch.empty(room, dtype=torch.uint8, device=groups[0].device)
 
+    def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
+        return self._gather(self._parts[0], page_aligned(self.model.outer.num_bytes, device), moved)
+
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
+        return self._gather(self._parts[1 + layer], into, moved)
+
+    def _gather(self, parts: Sequence[FrozenShard], into: Tensor, moved: Moved) -> Tensor:
         end = 0
-        for part in self._parts[layer]:
+        for part in parts:
             start, end = end, end + self._num_bytes(part)
             out = into[start:end] if part.flat_param.blocks else into[start:end].view(self._dtype)
             gather_shard(part, *self._groups, out, self._room)
@@ -266,7 +272,7 @@ class OneRank:
     ) -> None:
         formats, dtype = choose_formats(start.reader, start.config, "auto"), getattr(torch, config.model.compute_dtype)
         frozen = () if trainer is None else trainer.frozen_shards.values()
-        self.parts = parts_of_layers(trainer) if trainer and config.rollout.weights == "partition" else []
+        self.parts = find_parts(trainer) if trainer and config.rollout.weights == "partition" else []
         if self.parts:
             formats = formats_of_parts(formats, start.config, self.parts)
         layout = split_model(start.config, formats, group.world_size)
@@ -342,7 +348,7 @@ class OneRank:
             time.sleep(_GLANCE_S)
 
 
-def sharing(trainer: TrainingEngine, lane: Group, parts: Sequence[Sequence[FrozenShard]]) -> Group:
+def sharing(trainer: TrainingEngine, lane: Group, parts: Parts) -> Group:
     """The ranks of a lane group that have the other parts."""
     return group_of(parts[0][0].form, shard_group(lane, trainer.options.sharding))
 
