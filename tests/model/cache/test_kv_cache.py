@@ -204,7 +204,7 @@ class _Hasty(BufferPool):
 
     def _grab(self, kind: str, owner: int, state: str) -> PoolBuffer:
         with self._changed:
-            self._check_open()
+            self.check_open()
             buffer = self.buffers[owner % 2]
             buffer.owner, buffer.state = owner, state
             self._note(kind, owner, buffer.number)
