@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.model.tiny_gguf import make_tiny_gguf
 from helpers.training.training_runs import log_lines, make_prompt_config, train
+from torch import Tensor
 
 from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, Weight
 from tightwire.post_training import make_engines
@@ -43,10 +45,12 @@ def _run(folder: Path, run: str, base: str, *overrides: str, world_size: int = 1
     start = f"model.start={base}" if base else "model.lora.rank=4"
     config = make_prompt_config(folder, _REWARD, *steps, start, *overrides, shape=_SIZES, run=run)
     shared: set[str] = set(_ALL)
+    kept: list[tuple[Tensor, Tensor]] = []
 
     def open_engine(start: Any, config: Any, group: Any, most: int, trainer: Engine) -> RolloutEngine:
         engine = RolloutEngine(start, config, group, most, None if apart else trainer)
         own = [shard.wire() for shard in trainer.frozen_shards.values()]
+        kept.extend((each, each.clone()) for each in own)
         weights = engine._rank.runner._model.weights
         layers = [(name, getattr(weights.layer(layer), name)) for name in _IN_LAYER for layer in range(_LAYERS)]
         for name, weight in [*layers, *((name, getattr(weights.outer, name)) for name in _OUTER)]:
@@ -56,6 +60,7 @@ def _run(folder: Path, run: str, base: str, *overrides: str, world_size: int = 1
         return engine
 
     train(config, world_size, engines=make_engines()._replace(open=open_engine))
+    assert kept and all(torch.equal(after, before) for after, before in kept)  # the engine computes in this memory
     return shared, (Path(config.run) / SAMPLES).read_text(), log_lines(config)[1]["mismatch"]
 
 

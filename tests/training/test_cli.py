@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.training.training_runs import log_lines, losses, make_config, train, write_config
+from helpers.training.training_runs import log_lines, losses, make_config, make_prompt_config, train, write_config
 
 from tightwire.__main__ import main
-from tightwire.run_page import LOG
+from tightwire.post_training import make_engines
+from tightwire.run_page import LOG, SAMPLES
 from tightwire.training.checkpoint.folders import checkpoints_in
 
 _OVERRIDES = ("checkpoint.every=2", "schedule.steps=40")
@@ -125,6 +126,58 @@ def test_a_killed_rank_is_restarted_and_the_loss_curve_continues_exactly(tmp_pat
     assert process.returncode == 0, errors
     assert "resuming from" in errors
     assert losses(make_config(tmp_path)) == losses(whole)
+
+
+@pytest.mark.slow
+def test_a_rank_killed_in_a_rollout_is_restarted_and_the_same_answers_are_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that gather the layers of their engines from each other, and learn twice from each rollout."""
+    (tmp_path / "letters.py").write_text(
+        "def early(completions, **_):\n"
+        "    return [sum(letter < 'p' for letter in text) / max(1, len(text)) for text in completions]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    overrides = (
+        "grpo={rewards: ['letters:early'], samples: 2, answer_tokens: 8, updates: 2}",
+        "batch={sequences: 4, micro_sequences: 1}",
+        "schedule={steps: 13, warmup_steps: 0}",
+        "checkpoint.every=3",
+        "parallel.sharding=zero3",
+        "rollout.weights=partition",
+    )
+    whole = make_prompt_config(tmp_path, *overrides, run="whole")
+    train(whole, 2, engines=make_engines())
+
+    config = make_prompt_config(tmp_path, *overrides)
+    own = (
+        f"model={{start: {config.model.start}, shape: null, lora: {{rank: 4}}}}",
+        f"data={config.data.model_dump_json()}",
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command = [
+        *torchrun,
+        "--monitor-interval=0.1",
+        "-m",
+        "tightwire",
+        "train",
+        str(tmp_path / "run.yaml"),
+        *own,
+        *overrides,
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _wait_for("a whole checkpoint", lambda: checkpoints_in(tmp_path / "run"))
+            os.kill(_children(process.pid)[-1], signal.SIGKILL)
+            _, errors = process.communicate(timeout=_PATIENCE_S)
+        finally:
+            process.kill()
+
+    assert process.returncode == 0, errors
+    assert "resuming from" in errors
+    assert losses(config) == losses(whole)
+    assert (tmp_path / "run" / SAMPLES).read_text() == (tmp_path / "whole" / SAMPLES).read_text()
 
 
 def _children(pid: int) -> list[int]:

@@ -3,11 +3,15 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.model.family_models import make_family_folder
+from helpers.model.transformers_reference import greedy
+from helpers.server.local_engine import continue_prompts, local_engine
 from helpers.training.training_runs import log_lines, losses, make_config, train
+from transformers import AutoModelForCausalLM
 
 from tightwire.model.families import FAMILIES, family_named
 from tightwire.model.open import open_checkpoint
@@ -17,6 +21,7 @@ from tightwire.training.config.tree import TrainConfig
 from tightwire.training.start.model import StartingModel, build_model, with_template
 
 NAMES = [family.names.name for family in FAMILIES]
+_PROMPTS = [[5], [72, 101, 108, 108, 111]]
 _TURNS = {
     "chat": {"messages": ["user say {}", "assistant {}"]},
     "preferences": {"prompt": ["user say {}"], "chosen": ["assistant yes {}"], "rejected": ["assistant no {}"]},
@@ -63,28 +68,40 @@ def _trained(folder: Path, base: Path, kind: str, *overrides: str, world_size: i
     return config
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_chats_and_preferences_are_learned(tmp_path: Path, base: Path) -> None:
-    chats = _trained(tmp_path, base, "chat", "parallel.sharding=zero3", world_size=2)
+    how = "parallel.sharding=zero3", "export.dtype=float32", "optimizer.lr=2e-2"
+    chats = _trained(tmp_path, base, "chat", *how, world_size=2)
     assert losses(chats)[-1] < losses(chats)[0]
-    assert (Path(chats.run) / "adapter" / "adapter_model.safetensors").is_file()
     pairs = _trained(tmp_path, base, "preferences", f"run={tmp_path}/dpo")
     assert losses(pairs)[0] == pytest.approx(math.log(2), abs=1e-5)
     assert losses(pairs)[-1] < losses(pairs)[0]
+    _check_in_peft(base, Path(chats.run) / "adapter")
 
 
+def _check_in_peft(base: Path, adapter: Path) -> None:
+    """PEFT and a server continue prompts with the adapter alike, by the greedy rule."""
+    peft = pytest.importorskip("peft")
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    theirs: Any = peft.PeftModel.from_pretrained(model, adapter).eval()
+    wanted = [greedy(theirs, prompt, 8) for prompt in _PROMPTS]
+    with local_engine(open_checkpoint(str(base)), tp=2, max_model_len=32, adapters=[adapter]) as local:
+        assert continue_prompts(local.engine, _PROMPTS, [1] * len(_PROMPTS), max_tokens=8) == wanted
+
+
+@pytest.mark.parametrize(
+    ("answers", "engine"),
+    [
+        ("grpo={rewards: ['test_families:early_letters'], samples: 4, answer_tokens: 24, beta: 0.1}", "tp: 2"),
+        ("ppo={rewards: ['test_families:early_letters'], answer_tokens: 24, beta: 0.1}", "weights: partition"),
+    ],
+)
 def test_answers_have_the_probabilities_of_the_trainer(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, answers: str, engine: str
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent)
-    config = _trained(
-        tmp_path,
-        base,
-        "prompts",
-        "data.sequence_tokens=64",
-        "grpo={rewards: ['test_families:early_letters'], samples: 4, answer_tokens: 24, beta: 0.1}",
-        "rollout.tp=2",
-        world_size=2,
-    )
+    how = "data.sequence_tokens=64", answers, f"rollout={{{engine}}}", "parallel.sharding=zero3"
+    config = _trained(tmp_path, base, "prompts", *how, world_size=2)
     lines = log_lines(config)
     assert all(line["mismatch"] < 2e-5 for line in lines)
     assert lines[-1]["kl"] > 1e-5  # the adapter has changed the model

@@ -13,6 +13,7 @@ from tiny import VARIANTS
 from tightwire.comm.group.topology import Topology
 from tightwire.post_training import make_engines
 from tightwire.run_page import SAMPLES
+from tightwire.training.config.learning import PpoConfig
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
@@ -134,18 +135,19 @@ def test_ranks_that_answer_together_answer_as_one(tmp_path: Path, num_ranks: int
 
 def test_what_the_allreduce_of_answers_rounds_is_logged(tmp_path: Path) -> None:
     found = []
-    for name in ("auto", "flash-int8", "flash-int3"):
-        config = _config(
-            tmp_path, f"rollout={{tp: 2, allreduce: {name}, allreduce_decode: {name}}}", "schedule.steps=2", run=name
-        )
+    arms = [(name, "float32") for name in ("auto", "flash-int8", "flash-int4", "flash-int3")]
+    for name, dtype in [*arms, ("auto", "bfloat16")]:
+        sums = f"rollout={{tp: 2, allreduce: {name}, allreduce_decode: {name}}}", f"model.compute_dtype={dtype}"
+        config = _config(tmp_path, *sums, "schedule.steps=2", run=f"{name}-{dtype}")
         _train(config, 2)
         found.append([line["mismatch_kl"] for line in log_lines(config)])
 
-    for exact, eight, three in zip(*found, strict=True):
-        assert exact < 1e-6 < eight < three / 10
+    for exact, eight, four, three, rounded in zip(*found, strict=True):
+        assert exact < 1e-6 < eight < four / 4 < three / 8
+        assert 1e-6 < rounded < three / 10
     prompts_alone = _config(tmp_path, "rollout={tp: 2, allreduce: flash-int3}", "schedule.steps=2", run="prompts")
     _train(prompts_alone, 2)
-    assert found[0][0] < log_lines(prompts_alone)[0]["mismatch_kl"] < found[2][0]
+    assert found[0][0] < log_lines(prompts_alone)[0]["mismatch_kl"] < found[3][0]
 
 
 def test_answers_of_several_updates_move_away_from_ratio_one(tmp_path: Path) -> None:
@@ -164,7 +166,8 @@ def test_capped_logits_are_tempered_behind_the_cap(tmp_path: Path) -> None:
     assert all(line["mismatch"] < 1e-5 for line in log_lines(config))
 
 
-def test_the_folder_of_a_reward_model_is_a_reward(tmp_path: Path) -> None:
+@pytest.mark.parametrize("section", ["grpo", "ppo"])
+def test_the_folder_of_a_reward_model_is_a_reward(tmp_path: Path, section: str) -> None:
     config = _config(tmp_path)
     turns = (("prompt", "user", "say {}"), ("chosen", "assistant", "yes {}"), ("rejected", "assistant", "no, never {}"))
     pairs = [{key: [{"role": role, "content": text.format(i)}] for key, role, text in turns} for i in range(60)]
@@ -181,7 +184,8 @@ def test_the_folder_of_a_reward_model_is_a_reward(tmp_path: Path) -> None:
     judge = tmp_path / "judge" / "adapter"
 
     names = [str(judge), "test_grpo_runs:count_es"]
-    _train(config.model_copy(update={"grpo": config.grpo.model_copy(update={"rewards": names})}))
+    own = config.grpo if section == "grpo" else PpoConfig(answer_tokens=8)
+    _train(config.model_copy(update={section: own.model_copy(update={"rewards": names})}))
 
     asked = RewardModel.open(judge, torch.device("cpu"))
     samples = _samples(config)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model.quantized_folders import SCHEMES, make_quantized
 from helpers.model.tiny_gguf import make_tiny_gguf
 from helpers.model.transformers_reference import greedy
 from helpers.server.local_engine import continue_prompts, local_engine
@@ -96,6 +97,24 @@ def test_every_sharding_trains_the_same_adapter(
     assert losses(config) == pytest.approx(losses_alone, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "{sharding: zero3, gather_codec: int8, reduce_path: hierarchical, reduce_codec: int4, reduce_across_codec: int8}",
+        "{sharding: hybrid, between: {kind: dgc, sparsity: 0.5}}",
+    ],
+)
+def test_an_adapter_learns_through_codecs_and_compressors(
+    tmp_path: Path, base: Path, losses_alone: list[float], parallel: str
+) -> None:
+    config = _config(tmp_path, base, "model.lora.dropout=0", f"parallel={parallel}")
+    train(config, 4, 2)
+
+    found = losses(config)
+    assert found[0] == pytest.approx(losses_alone[0], abs=0.02)
+    assert found[-1] < found[0] - (losses_alone[0] - losses_alone[-1]) / 2
+
+
 def test_a_stopped_run_resumes_to_the_bit_with_dropout(tmp_path: Path, base: Path) -> None:
     whole, parted = _config(tmp_path, base, run="whole"), _config(tmp_path, base, run="parted")
     train(whole)
@@ -138,6 +157,20 @@ def test_a_gguf_that_keeps_its_own_blocks_is_trained_to_the_bit_as_its_numbers(t
         for config in runs:
             step = model_step(config, engine_options(config), llama, Topology(0, 4, num_nodes=2))
             assert log_lines(config)[1]["wire_bytes"] == step.bytes_sent
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq", "w8a16"])
+def test_another_projects_quantized_folder_keeps_its_blocks_too(tmp_path: Path, name: str) -> None:
+    make_quantized(tmp_path / "model", SCHEMES[name])
+    found = []
+    for codec, num_ranks in (("packed", 1), ("none", 1), ("packed", 2)):
+        own = f"parallel={{sharding: zero3, frozen_codec: {codec}}}", "schedule.steps=3", "model.lora.dropout=0"
+        config = _config(tmp_path, tmp_path / "model", *own, run=f"{codec}-{num_ranks}")
+        train(config, num_ranks)
+        found.append(losses(config))
+    packed, numbers, of_two = found
+    assert packed == numbers
+    assert of_two == pytest.approx(packed, abs=1e-5)
 
 
 def test_blocks_are_kept_only_of_a_quantized_gguf(tmp_path: Path, base: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tightwire.model.checkpoint.random import RandomReader
@@ -142,6 +143,9 @@ def test_frozen_weights_are_not_in_checkpoints_and_come_back_on_other_ranks(
     train(config, after)
 
     assert losses(config) == pytest.approx(losses(whole), abs=1e-5)
+    exported = [load_file(Path(each.run) / "model" / "model.safetensors") for each in (whole, config)]
+    frozen = [name for name in exported[0] if "proj" in name or "embed" in name]
+    assert frozen and all(torch.equal(exported[0][name], exported[1][name]) for name in frozen)
 
 
 def test_the_log_has_time_bytes_and_memory_of_each_step(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.model.tiny_gguf import make_tiny_gguf
 from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.training_ranks import run_groups
 from helpers.training.training_runs import make_config
@@ -108,6 +109,19 @@ def test_the_peak_memory_of_training_an_adapter_equals_the_formula(parallel: str
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2048, **sizes}))
     model = f"model={{start: 'random:{tmp_path}/config.json', lora: {{rank: 8}}}}"
     config = make_config(tmp_path, *_SIZES[2:], model, f"parallel={parallel}", f"data.kind={kind}")
+    memory = _formula(config)
+    expected = RankMemory(memory.stays, {"backward": memory.moments["backward"]}).most
+
+    peaks = run_groups(in_process_train_groups(4, num_nodes=2), _step, config)
+
+    assert peaks == [pytest.approx(expected, rel=_MOST_ERROR)] * 4
+
+
+def test_the_peak_memory_beside_packed_blocks_equals_the_formula(tmp_path: Path) -> None:
+    sizes: Any = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 3}
+    base = make_tiny_gguf(tmp_path / "base.gguf", "Q4_K", **sizes)
+    packed = "parallel={sharding: zero3, frozen_codec: packed, secondary: true}"
+    config = make_config(tmp_path, *_SIZES[2:], f"model={{start: {base}, lora: {{rank: 8}}}}", packed)
     memory = _formula(config)
     expected = RankMemory(memory.stays, {"backward": memory.moments["backward"]}).most
 
