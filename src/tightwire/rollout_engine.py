@@ -84,7 +84,7 @@ class RolloutEngine:
         limits = Limits(
             max_model_len=most_tokens,
             max_num_seqs=most_sequences,
-            max_num_batched_tokens=max(512, most_sequences),
+            max_num_batched_tokens=max(2048 if config.rollout.weights == "partition" else 512, most_sequences),
             num_blocks=groups.num * most_sequences * -(-most_tokens // BLOCK_SIZE),
             block_size=BLOCK_SIZE,
             groups=groups,
@@ -93,6 +93,9 @@ class RolloutEngine:
         self._rank = OneRank(start, config, self._group, limits, trainer)
         if trainer is not None and (parts := self._rank.parts):
             self._others = Control(sharing(trainer, trainer.groups.main, parts))
+            self._rank.settle()
+        elif config.rollout.weights == "partition" and group.rank == 0:
+            _log.warning("rollout.weights=partition changes nothing here: each rank has all frozen matrices")
         self._engine = Engine(
             runner=self._rank,
             sampler=TokenSampler(model.vocab_size),

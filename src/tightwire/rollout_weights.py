@@ -36,7 +36,7 @@ from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.tensors import StackedParts
 from tightwire.model.layout import Shard
 from tightwire.model.step import StepPlan
-from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
+from tightwire.model.weights import EVERYTHING_RESIDENT, LEAST_STREAMED, WeightPlan
 from tightwire.model.weights.formats import (
     Fused,
     WeightFormats,
@@ -139,7 +139,8 @@ Parts = Sequence[Sequence[FrozenShard]]  # of embedding and head together, then 
 
 
 def find_parts(trainer: TrainingEngine) -> Parts:
-    """This rank's parts of the frozen matrices; nothing if it has them whole. Raises ValueError: a bucket has several layers."""
+    """This rank's parts of the frozen matrices; nothing if it has them whole. Raises ValueError: a bucket has several layers, or all fit
+    into the buffers."""
     ends = [bucket for bucket in trainer.plan.buckets if bucket.name in ENDS]
     found: list[list[FrozenShard]] = []
     for buckets in (ends, *([bucket] for bucket in trainer.plan.blocks)):
@@ -152,6 +153,8 @@ def find_parts(trainer: TrainingEngine) -> Parts:
             "rollout.weights=partition gathers a layer when it is computed, and parallel.blocks_per_bucket="
             f"{trainer.plan.per_bucket} keeps several together; leave out one of them"
         )
+    if len(trainer.plan.blocks) < LEAST_STREAMED:
+        raise ValueError(f"rollout.weights=partition needs a model of {LEAST_STREAMED} layers or more; leave it out")
     return found
 
 
@@ -191,21 +194,28 @@ class GatheredLayers(CheckpointStore):
         outer, *plain = (self._lay_out(reader, shared, *each) for each in zip(tensors, parts, strict=True))
         super().__init__(reader, config, shard, PackedModel(outer, tuple(plain), tuple(plain)))
         self.name, self.device = "the ranks that train", groups[0].device
-        room = room_bytes(Shards({}, {part.flat_param.name: part for own in parts for part in own}))
-        self._room = torch.empty(room, dtype=torch.uint8, device=groups[0].device)
+        self._room = self._make_room(parts[1:])
 
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:
-        return self._gather(self._parts[0], page_aligned(self.model.outer.num_bytes, device), moved)
+        into = page_aligned(self.model.outer.num_bytes, device)
+        self._gather(self._parts[0], into, moved, self._make_room(self._parts[:1]))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # another stream gathers from here on
+        return into
 
     def read(self, layer: int, into: Tensor, moved: Moved) -> Tensor:
-        return self._gather(self._parts[1 + layer], into, moved)
+        return self._gather(self._parts[1 + layer], into, moved, self._room)
 
-    def _gather(self, parts: Sequence[FrozenShard], into: Tensor, moved: Moved) -> Tensor:
+    def _make_room(self, parts: Parts) -> Tensor:
+        own = Shards({}, {part.flat_param.name: part for each in parts for part in each})
+        return torch.empty(room_bytes(own), dtype=torch.uint8, device=self._groups[0].device)
+
+    def _gather(self, parts: Sequence[FrozenShard], into: Tensor, moved: Moved, room: Tensor) -> Tensor:
         end = 0
         for part in parts:
             start, end = end, end + self._num_bytes(part)
             out = into[start:end] if part.flat_param.blocks else into[start:end].view(self._dtype)
-            gather_shard(part, *self._groups, out, self._room)
+            gather_shard(part, *self._groups, out, room)
             moved(end - start)
         return into
 
@@ -250,8 +260,8 @@ def _place(spans: Mapping[str, _Span], fused: Fused, shared: SharedWeights, stac
             found.append(range(first, first + len(rows) * span.row_bytes))
     if len(found) < len(fused.parts) or any(one.stop != other.start for one, other in pairwise(found)):
         raise ValueError(
-            f"rollout.weights=partition: the engine reads {', '.join(fused.names)} as one matrix, which the trainer's blocks do not have in "
-            "one form and one place; leave it out"
+            f"the engine reads {', '.join(fused.names)} in one form and one place, which the trainer's parts do not have; leave out "
+            "rollout.weights=partition"
         )
     return Place(found[0].start, sum(map(len, found)), fused.shape, shared.formats.of(fused), NONE)
 

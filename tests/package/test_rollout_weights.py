@@ -15,6 +15,7 @@ from tightwire.post_training import make_engines
 from tightwire.rollout_engine import RolloutEngine
 from tightwire.run_page import SAMPLES
 from tightwire.training.engine.engine import Engine
+from tightwire.training.start.answers import Answer
 
 _LAYERS, _OUTER, _IN_LAYER = 3, {"embedding", "head"}, {"qkv", "attention_out", "gate_up", "down"}
 _ALL = _OUTER | _IN_LAYER
@@ -164,11 +165,13 @@ def test_packed_blocks_are_gathered_as_they_are(tmp_path: Path) -> None:
     assert mismatch < 1e-4
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_the_engine_multiplies_with_the_trainers_rounded_numbers(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize(("codec", "ranks"), [("int8", (2, 1)), ("int4", (2, 1)), ("int8", (4, 2))])
+def test_the_engine_multiplies_with_the_trainers_rounded_numbers(
+    tmp_path: Path, codec: str, ranks: tuple[int, int]
+) -> None:
     rounded = f"parallel={{sharding: zero3, frozen_codec: {codec}}}"
-    _, mismatch, *_ = _partitioned(tmp_path, "gathered", "", rounded)
-    _, beside, *_ = _partitioned(tmp_path, "resident", "", rounded, weights="resident")
+    _, mismatch, *_ = _partitioned(tmp_path, "gathered", "", rounded, ranks=ranks)
+    _, beside, *_ = _partitioned(tmp_path, "resident", "", rounded, ranks=ranks, weights="resident")
     assert mismatch < 1e-4 < beside
 
 
@@ -181,11 +184,68 @@ def test_an_answer_sends_the_parts_once_a_pass(tmp_path: Path) -> None:
     assert sent == 8 * pass_bytes + 9 * 8
 
 
+def test_gathers_stay_inside_a_node_that_has_all_parts(tmp_path: Path) -> None:
+    """What rank 0 sends to the other node while answering is nothing."""
+    across: list[int] = []
+
+    def open_engine(*given: Any) -> RolloutEngine:
+        engine, nodes = RolloutEngine(*given), given[-1].groups.gather.nodes
+        if given[-1].groups.main.rank == 0:
+            own = engine.answer
+
+            def answer(*asked: Any) -> list[Answer]:
+                before, inside = nodes.across.bytes_sent, nodes.inside.bytes_sent
+                answers = own(*asked)
+                across.append(nodes.across.bytes_sent - before)
+                assert nodes.inside.bytes_sent > inside
+                return answers
+
+            engine.answer = answer
+        return engine
+
+    steps = "schedule={steps: 2, warmup_steps: 0}", "batch={sequences: 4, micro_sequences: 1}"
+    how = *steps, "model.lora.rank=4", "parallel={sharding: zero3, secondary: true}", "rollout.weights=partition"
+    config = make_prompt_config(tmp_path, _REWARD, *how, shape=_SIZES)
+    train(config, 4, 2, engines=make_engines()._replace(open=open_engine))
+    assert across == [0, 0]
+
+
+def test_a_prompt_longer_than_a_pass_is_gathered_for_by_all(tmp_path: Path) -> None:
+    """Rank 0 has a prompt of two passes, rank 1 one that ends at once; the answers are those of resident layers."""
+    found = []
+    for weights in ("partition", "resident"):
+        config = make_prompt_config(
+            tmp_path,
+            _REWARD,
+            "model.lora.rank=4",
+            "parallel.sharding=zero3",
+            "data.sequence_tokens=2200",
+            "batch={sequences: 2, micro_sequences: 1}",
+            "schedule.steps=1",
+            f"rollout.weights={weights}",
+            shape={**_SIZES, "max_position_embeddings": 4096},
+            run=weights,
+        )
+        answers: dict[int, list[list[int]]] = {}
+
+        def open_engine(*given: Any, answers: dict[int, list[list[int]]] = answers) -> RolloutEngine:
+            engine, rank = RolloutEngine(*given), given[-1].groups.main.rank
+            engine.load({name: tensor.clone() for name, tensor in given[-1].full_tensors()})
+            asked = [([7, 8, 9] * 700, 1)] if rank == 0 else [([7, 8, 9], 2)]
+            answers[rank] = [own.token_ids for own in engine.answer(asked, 6 if rank == 0 else 1)]
+            return engine
+
+        train(config, 2, engines=make_engines()._replace(open=open_engine))
+        found.append(answers)
+    assert found[0] == found[1]
+    assert [len(found[0][rank][0]) for rank in (0, 1)] == [6, 1]
+
+
 def test_what_cannot_be_gathered_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="blocks_per_bucket=2 keeps several together"):
         _partitioned(tmp_path, "buckets", "", "parallel={sharding: zero3, blocks_per_bucket: 2}")
     base = str(make_tiny_gguf(tmp_path / "base.gguf", "Q4_K", others={"attn_k": "F16"}, **_SIZES))
-    with pytest.raises(ValueError, match=r"q_proj.*k_proj.*v_proj.* as one matrix.*leave it out"):
+    with pytest.raises(ValueError, match=r"q_proj.*k_proj.*v_proj.* in one form.*leave out rollout"):
         _partitioned(tmp_path, "mixed", base, "parallel={sharding: zero3, frozen_codec: packed}")
     with pytest.raises(ValueError, match="which tp splits"):
         _partitioned(tmp_path, "split", "", "rollout.tp=2", "parallel.sharding=zero3")

@@ -1,6 +1,7 @@
 """Opens the process groups of training: one set of connections per thread, so that threads do not block each other.
 
-A *lane group* contains all ranks and, on several nodes, the smaller groups inside and across nodes. ``Control`` exchanges small values
+A *lane group* contains all ranks and, on several nodes, the smaller groups inside and across nodes. Between steps the gather lane is idle;
+the engine that answers prompts may gather over its group then. ``Control`` exchanges small values
 outside the engine, over a group of its own.
 """
 

@@ -27,7 +27,7 @@ from tightwire.training.engine.engine import Engine
 from tightwire.training.log.run_log import EvaluationRecord, drop_after
 from tightwire.training.ranks.groups import Control
 from tightwire.training.run.setup import Trained
-from tightwire.training.start.answers import Answer, Answers, OfAnswers
+from tightwire.training.start.answers import Answer, Answers, OfAnswers, Ppo
 from tightwire.training.start.lora import actors
 from tightwire.training.start.model import StartingModel
 from tightwire.training.start.reward import RewardModel
@@ -127,7 +127,8 @@ class Rollouts:
         self._objective = trained.objective
         self.config, self._batch = config.answers, config.batch
         self._seed, self._tokenizer, self._trained, self._control = config.seed, start.tokenizer, trained, control
-        self._rewards = [find_reward(name, trained.device) for name in self.config.rewards]
+        with control.failing_together(ValueError):
+            self._rewards = [find_reward(name, trained.device) for name in self.config.rewards]
         self._path = config.run_folder / SAMPLES
         if control.rank == 0:
             drop_after(self._path, step)
@@ -145,9 +146,10 @@ class Rollouts:
         self._load()
         groups, records = self._answer(batches, step)
         self._note([record for of_rank in self._control.gather(records) for record in of_rank])
-        moved = [batch.to(self._trained.device) for batch in groups]
-        with self._trained.engine.evaluation():
-            self.figures |= self._objective.prepare(self._trained.model, moved, self._control.gather_numbers)
+        if isinstance(self._objective, Ppo):
+            moved = [batch.to(self._trained.device) for batch in groups]
+            with self._trained.engine.evaluation():
+                self.figures |= self._objective.prepare(self._trained.model, moved, self._control.gather_numbers)
         return groups
 
     def kept(self, batches: Sequence[Answers]) -> dict[str, Any]:

@@ -133,10 +133,6 @@ class OfAnswers(MeanOfTargets):
         """Figures of the rewards of all ranks' groups, beside their mean."""
         return {}
 
-    def prepare(self, model: Any, batches: Sequence[Answers], add: Add) -> dict[str, float]:
-        """Compute what the first step with these answers needs, and return figures of it. Collective: ``add`` gathers numbers."""
-        return {}
-
     def clipped_losses(
         self, logprobs_BS: Tensor, old_BS: Tensor, sampled_BS: Tensor, advantages_BS: Tensor
     ) -> tuple[Tensor, list[Tensor]]:

@@ -97,6 +97,17 @@ def test_a_run_stopped_among_the_steps_of_a_rollout_resumes_to_the_bit(
     assert _samples(parted) == _samples(alone)
 
 
+def test_ranks_that_gather_the_layers_of_their_engines_resume_among_the_steps_of_a_rollout(tmp_path: Path) -> None:
+    how = "parallel.sharding=zero3", "rollout.weights=partition"
+    whole, parted = _config(tmp_path, *how, run="whole"), _config(tmp_path, *how, run="parted")
+    _train(whole, 2)
+    _train(parted, 2, stop_signal=StopAfter(parted, 3))
+    _train(parted, 2)
+
+    assert losses(parted) == losses(whole)
+    assert _samples(parted) == _samples(whole)
+
+
 @pytest.mark.parametrize(
     ("world_size", "num_nodes", "parallel"),
     [
