@@ -37,7 +37,7 @@ def train(argv: Sequence[str], make_engines: "Callable[[], Engines] | None" = No
         if args.dry_run:
             from tightwire.training.run.dry_run import dry_run
 
-            sys.stdout.write(dry_run(config))
+            sys.stdout.write(dry_run(config, engines=make_engines and make_engines()))
             return 0
         config = _prepare(config)
     except ValueError as error:

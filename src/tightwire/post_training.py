@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tightwire.comm.group.group import Group
+    from tightwire.comm.group.topology import Topology
     from tightwire.training.config.tree import TrainConfig
     from tightwire.training.data.documents import RunData
     from tightwire.training.engine.engine import Engine
@@ -26,7 +27,7 @@ def make_engines() -> "Engines":
     """What a run has answers from."""
     from tightwire.training.run.rollouts import Engines
 
-    return Engines(open_engine, record)
+    return Engines(open_engine, record, engine_bytes)
 
 
 def open_engine(
@@ -47,3 +48,10 @@ def record(*given: Any) -> "RunData | int":
     from tightwire.rollout_engine import record
 
     return record(*given)
+
+
+def engine_bytes(config: "TrainConfig", topology: "Topology") -> dict[str, int]:
+    """What a rank's engine holds, as ``rollout_engine.engine_bytes``."""
+    from tightwire.rollout_engine import engine_bytes
+
+    return engine_bytes(config, topology)

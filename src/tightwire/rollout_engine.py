@@ -31,12 +31,20 @@ from tightwire.comm.transport.peer_access import host_identity
 from tightwire.comm.transport.process_group import GlooTransport
 from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
+from tightwire.kernels.spec.gguf_blocks import PackedFormat
 from tightwire.model.adapters.peft import AdapterFile
+from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
+from tightwire.model.cache.kv_cache import layer_block_bytes
+from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ChatTemplateError, ModelError
 from tightwire.model.checkpoint.tensors import StackedParts
 from tightwire.model.layer_groups import LayerGroups
+from tightwire.model.layout import Shard
+from tightwire.model.open import open_checkpoint
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler as TokenSampler
+from tightwire.model.weights import NUM_BUFFERS
+from tightwire.model.weights.formats import Fused, WeightFormats, all_tensors, choose_formats, split_model
 from tightwire.recorded_answers import Prompt, Recording
 from tightwire.rollout_weights import NUM_VERSIONS, OneRank, sharing
 from tightwire.server.config.limits import BLOCK_SIZE, Limits
@@ -44,13 +52,17 @@ from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.messages import AddRequest, Output
+from tightwire.training.config.sharding import GroupShape
 from tightwire.training.config.tree import ModelConfig, TrainConfig
 from tightwire.training.data.chats import ChatEncoder, PromptPacker
 from tightwire.training.data.documents import DataError, Documents, RunData, describe_files
 from tightwire.training.engine.engine import Engine as TrainingEngine
+from tightwire.training.engine.flat_parameters import ENDS, NORMS, BucketPlan
+from tightwire.training.engine.options import engine_options
+from tightwire.training.engine.shards import form_of
 from tightwire.training.ranks.groups import Control
 from tightwire.training.start.answers import Answer
-from tightwire.training.start.model import StartingModel, open_starting_model
+from tightwire.training.start.model import StartingModel, config_of, open_starting_model, plan_model
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +83,7 @@ class RolloutEngine:
         trainer: TrainingEngine | None = None,
     ) -> None:
         """``group``: the ranks that answer together. ``most_sequences``: theirs, at once. ``trainer``: on this rank."""
-        model, groups, most_tokens = start.config, LayerGroups.of(start.config), config.data.sequence_tokens
+        model, most_tokens = start.config, config.data.sequence_tokens
         scaling = model.rope_scaling
         if scaling.long_factors and most_tokens > scaling.original_max_positions:
             raise ValueError(
@@ -81,14 +93,7 @@ class RolloutEngine:
             )
         self._config, self._lora, self._version = model, start.lora, 0
         self._lane, self._group = group, _through_memory(group)
-        limits = Limits(
-            max_model_len=most_tokens,
-            max_num_seqs=most_sequences,
-            max_num_batched_tokens=max(2048 if config.rollout.weights == "partition" else 512, most_sequences),
-            num_blocks=groups.num * most_sequences * -(-most_tokens // BLOCK_SIZE),
-            block_size=BLOCK_SIZE,
-            groups=groups,
-        )
+        limits = _limits(config, model, most_sequences)
         self._trainer, self._others = trainer, None  # the ranks with parts of the same layers
         self._rank = OneRank(start, config, self._group, limits, trainer)
         if trainer is not None and (parts := self._rank.parts):
@@ -186,6 +191,72 @@ class RolloutEngine:
         self._rank.runner.close()
         if self._group is not self._lane:
             self._group.transport.close()
+
+
+def _limits(config: TrainConfig, model: LlamaConfig, most_sequences: int) -> Limits:
+    groups, most_tokens = LayerGroups.of(model), config.data.sequence_tokens
+    return Limits(
+        max_model_len=most_tokens,
+        max_num_seqs=most_sequences,
+        max_num_batched_tokens=max(2048 if config.rollout.weights == "partition" else 512, most_sequences),
+        num_blocks=groups.num * most_sequences * -(-most_tokens // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        groups=groups,
+    )
+
+
+def engine_bytes(config: TrainConfig, topology: Topology) -> dict[str, int]:
+    """Bytes that a rank's engine holds for the whole run beside the trainer's, by kind. Its steps come when the trainer's are over."""
+    model, options, tp = config_of(config.model), engine_options(config), config.rollout.tp
+    ranks = options.sharding.shard_group(topology.num_nodes, topology.ranks_per_node)
+    _, plan = plan_model(config, model, torch.device("meta"), ranks.world_size)
+    formats = WeightFormats()
+    if config.model.shape is None:
+        formats = choose_formats(open_checkpoint(config.model.start).reader(), model, "auto")
+    shard, dtype = split_model(model, formats, tp).shards[0], options.compute_dtype
+    limits = _limits(config, model, config.batch.sequences // topology.world_size * config.answers.samples * tp)
+    lora = config.model.lora
+    return {
+        "engine_weights": _engine_weights(config, plan, model, formats, shard, ranks),
+        "engine_cache": limits.num_blocks
+        * limits.groups.num_layers
+        * layer_block_bytes(model, shard, BLOCK_SIZE, dtype),
+        "engine_adapters": adapter_bytes(model, shard, AdapterRoom(NUM_VERSIONS, lora.rank), dtype.itemsize)
+        if lora
+        else 0,
+    }
+
+
+def _engine_weights(
+    config: TrainConfig, plan: BucketPlan, model: LlamaConfig, formats: WeightFormats, shard: Shard, ranks: GroupShape
+) -> int:
+    options, stacked = engine_options(config), StackedParts(model)
+    dtype = options.compute_dtype
+    gathered: dict[str, int] = {}  # of buckets in parts
+    whole: dict[str, PackedFormat | None] = {}  # of matrices that the trainer has as the engine reads them
+    for bucket in plan.buckets:
+        for own in bucket.flat_params:
+            form = form_of(options, bucket, own, ranks)
+            if own.trainable or bucket.name == NORMS:
+                continue
+            if form.ranks.world_size > 1:
+                size = own.blocks.num_elems if own.blocks else own.num_elems * dtype.itemsize
+                gathered[bucket.name] = gathered.get(bucket.name, 0) + size
+            elif own.blocks or form.codec.exact:
+                whole |= dict(zip([p.name for p in own.params], own.formats or [None] * len(own.params), strict=True))
+    tensors = list(all_tensors(model, shard))
+    if config.rollout.weights == "partition" and gathered:
+        ends = sum(gathered.pop(name, 0) for name in ENDS)
+        vectors = sum(formats.num_bytes(fused, dtype.itemsize) for fused in tensors if fused.columns is None)
+        return NUM_BUFFERS * max(gathered.values()) + ends + vectors
+    if config.rollout.tp > 1:
+        whole = {}
+
+    def is_shared(fused: Fused) -> bool:
+        names = {name: stacked.find(name)[0] for name in fused.names}
+        return all(held in whole and whole[held] == formats.packed.get(name) for name, held in names.items())
+
+    return sum(formats.num_bytes(fused, dtype.itemsize) for fused in tensors if not is_shared(fused))
 
 
 def _through_memory(group: Group) -> Group:

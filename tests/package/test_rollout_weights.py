@@ -10,9 +10,11 @@ from helpers.model.tiny_gguf import make_tiny_gguf
 from helpers.training.training_runs import log_lines, make_prompt_config, train
 from torch import Tensor
 
+from tightwire.comm.group.topology import Topology
 from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, Weight
+from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.post_training import make_engines
-from tightwire.rollout_engine import RolloutEngine
+from tightwire.rollout_engine import RolloutEngine, engine_bytes
 from tightwire.run_page import SAMPLES
 from tightwire.training.engine.engine import Engine
 from tightwire.training.start.answers import Answer
@@ -33,8 +35,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _first_bytes(weight: Weight) -> list[int]:
-    parts = weight.parts if isinstance(weight, StackedMatrix) else [weight]
-    return [(part.blocks_OB if isinstance(part, PackedMatrix) else part).data_ptr() for part in parts]
+    return [part.data_ptr() for part in _tensors(weight)]
 
 
 def _run(folder: Path, run: str, base: str, *overrides: str, world_size: int = 1, apart: bool = False) -> Any:
@@ -208,6 +209,69 @@ def test_gathers_stay_inside_a_node_that_has_all_parts(tmp_path: Path) -> None:
     config = make_prompt_config(tmp_path, _REWARD, *how, shape=_SIZES)
     train(config, 4, 2, engines=make_engines()._replace(open=open_engine))
     assert across == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("base", "how", "ranks"),
+    [
+        ("", ("parallel.sharding=zero3", "model.compute_dtype=bfloat16"), 1),
+        ("", ("parallel={sharding: zero3, frozen_codec: int8}",), 1),
+        ("", ("parallel.sharding=zero3", "rollout.tp=2"), 2),
+        ("", ("parallel.sharding=zero3", "rollout.weights=partition"), 2),
+        ("gguf", ("parallel={sharding: zero3, frozen_codec: packed}",), 1),
+        ("gguf", ("parallel={sharding: zero3, frozen_codec: packed}", "rollout.weights=partition"), 2),
+        ("gguf", ("parallel={sharding: zero3, frozen_codec: none}",), 1),
+    ],
+    ids=str,
+)
+def test_what_the_engine_holds_equals_the_plan(tmp_path: Path, base: str, how: tuple[str, ...], ranks: int) -> None:
+    start = "model.lora.rank=4"
+    if base:
+        start = f"model.start={make_tiny_gguf(tmp_path / 'base.gguf', 'Q4_K', others={'attn_v': 'Q6_K'}, **_SIZES)}"
+    steps = "schedule={steps: 1, warmup_steps: 0}", "batch={sequences: 4, micro_sequences: 1}"
+    config = make_prompt_config(tmp_path, _REWARD, start, *steps, *how, shape=_SIZES)
+    held: list[dict[str, int]] = []
+
+    def open_engine(*given: Any) -> RolloutEngine:
+        engine = RolloutEngine(*given)
+        if given[-1].groups.main.rank == 0:
+            held.append(_held(engine, given[-1]))
+        return engine
+
+    train(config, ranks, engines=make_engines()._replace(open=open_engine))
+    planned = engine_bytes(config, Topology(0, ranks))
+    assert held == [{name: pytest.approx(size, abs=0.02 * size + 8192) for name, size in planned.items()}]
+
+
+def _held(engine: RolloutEngine, trainer: Engine) -> dict[str, int]:
+    """Bytes of an engine's tensors that are not the trainer's."""
+    runner = engine._rank.runner
+    weights, products = runner._model.weights, runner.adapters
+    theirs = [shard.wire() for shard in trainer.frozen_shards.values()]
+    found = [getattr(weights.outer, field) for field in ("embedding", "final_norm", "head")]
+    if isinstance(weights, StreamedWeights):
+        found += [buffer.memory for buffer in weights.pool.buffers]
+    else:
+        found += [getattr(weights.layer(n), name) for n in range(_LAYERS) for name in _IN_LAYER]
+    parts = {
+        part.data_ptr(): part.nbytes
+        for each in found
+        for part in (_tensors(each) if each is not None else [])
+        if not any(0 <= part.data_ptr() - own.data_ptr() < own.nbytes for own in theirs)
+    }
+    assert products is not None
+    cache = [tensor for n in range(_LAYERS) for tensor in runner.cache.layer(n)]
+    sites = [tensor for site in products.sites.values() for tensor in (site.a_NX, site.b_NX)]
+    return {
+        "engine_weights": sum(parts.values()),
+        "engine_cache": sum(tensor.nbytes for tensor in cache),
+        "engine_adapters": sum(tensor.nbytes for tensor in sites),
+    }
+
+
+def _tensors(weight: Weight) -> list[Tensor]:
+    parts = weight.parts if isinstance(weight, StackedMatrix) else [weight]
+    return [part.blocks_OB if isinstance(part, PackedMatrix) else part for part in parts]
 
 
 def test_a_prompt_longer_than_a_pass_is_gathered_for_by_all(tmp_path: Path) -> None:

@@ -21,12 +21,13 @@ from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.estimate.step import StepModel, advice, model_step, peak_flops, sparse_phases
 from tightwire.training.estimate.step_time import Computing, Rates, predict_step
 from tightwire.training.run.early_checks import find_topology
+from tightwire.training.run.rollouts import Engines
 from tightwire.training.run.setup import check_sequences, find_device, usable_bytes
 from tightwire.training.start.model import config_of
 
 
-def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) -> str:
-    """The report as text. Raises ValueError: a run with this configuration would fail its checks."""
+def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ, engines: Engines | None = None) -> str:
+    """The report as text; ``engines``: those of the run. Raises ValueError: a run with this configuration would fail its checks."""
     given = config.dry_run
     if given.ranks is None:
         topology = find_topology(environment, config.parallel.nodes)
@@ -41,7 +42,8 @@ def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ) ->
         device = find_device(config.device, Topology(0, 1))
         ranks_of_host = find_topology(environment, None).ranks_per_node
         model = model.fitting(parse_bytes(given.memory) if given.memory else usable_bytes(device, ranks_of_host))
-    lines = [*_about_run(model), *_about_memory(model), *_about_traffic(model), *_about_time(model, links)]
+    engine = engines.bytes(config, topology) if engines and config.data.kind == "prompts" else {}
+    lines = [*_about_run(model), *_about_memory(model, engine), *_about_traffic(model), *_about_time(model, links)]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -69,13 +71,13 @@ def _about_run(model: StepModel) -> Iterator[str]:
         yield f"data              NOT FOUND: {error}"
 
 
-def _about_memory(model: StepModel) -> Iterator[str]:
+def _about_memory(model: StepModel, engine: Mapping[str, int]) -> Iterator[str]:
     config, plan, memory = model.config, model.plan, model.memory()
     yield "\nmemory per rank: held for the whole run"
-    yield from _sizes(memory.stays)
+    yield from _sizes({**memory.stays, **engine})
     yield "  plus the largest of these peaks"
     yield from _sizes(memory.moments)
-    yield f"    {'together':<18}{format_bytes(memory.most):>10}, without the program itself"
+    yield f"    {'together':<18}{format_bytes(memory.most + sum(engine.values())):>10}, without the program itself"
     if count := min(model.options.checkpoint_blocks, len(plan.block_modules)):
         yield f"    {'recomputed':<18}{count} of {len(plan.block_modules)} blocks"
     replicas = model.topology.world_size // plan.shard_ranks

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
+from tightwire.comm.group.topology import Topology
 from tightwire.model.adapters.peft import CONFIG_FILE
 from tightwire.run_page import SAMPLES
 from tightwire.training.config.tree import TrainConfig
@@ -44,7 +45,6 @@ class Sampler(Protocol):
 
     def load(self, matrices: Mapping[str, Tensor]) -> None:
         """Use these matrices, by their names in the model, for the answers that begin from now on."""
-        ...
 
     def answer(
         self, prompts: Asked, most_tokens: int, temperature: float = 1.0, top: int | None = None
@@ -63,10 +63,11 @@ OpenSampler = Callable[[StartingModel, TrainConfig, Group, int, Engine], Sampler
 
 
 class Engines(NamedTuple):
-    """What answers prompts. ``record``: has the target of a distillation answer; its result is the run's data, or a signal."""
+    """What answers prompts. ``record``: has the target of a distillation answer. ``bytes``: what a rank's engine holds, by kind."""
 
     open: OpenSampler
     record: Callable[..., RunData | int]
+    bytes: Callable[[TrainConfig, Topology], Mapping[str, int]]
 
 
 def find_reward(name: str, device: torch.device) -> Reward:
@@ -79,8 +80,7 @@ def find_reward(name: str, device: torch.device) -> Reward:
         found = pkgutil.resolve_name(name) if ":" in name else None
     except Exception as error:  # noqa: BLE001, a module of the user's may raise anything
         raise ValueError(f"rewards: {name} cannot be imported: {error!r}") from None
-    is_function = callable(found)
-    if not is_function:
+    if not callable(found):
         raise ValueError(f"rewards: {name} is neither a function, package.module:name, nor a reward model's folder")
     return found  # pyright: ignore[reportReturnType]
 
