@@ -80,7 +80,8 @@ def find_reward(name: str, device: torch.device) -> Reward:
         found = pkgutil.resolve_name(name) if ":" in name else None
     except Exception as error:  # noqa: BLE001, a module of the user's may raise anything
         raise ValueError(f"rewards: {name} cannot be imported: {error!r}") from None
-    if not callable(found):
+    is_function = callable(found)
+    if not is_function:
         raise ValueError(f"rewards: {name} is neither a function, package.module:name, nor a reward model's folder")
     return found  # pyright: ignore[reportReturnType]
 
@@ -119,10 +120,7 @@ class Rollouts:
         group: Group,
         step: int,
     ) -> None:
-        """Raises ValueError: a reward does not exist. ``step``: lines of ``samples.jsonl`` after it are dropped.
-
-        ``group``: the ranks that answer together.
-        """
+        """``group``: the ranks that answer together. ``step``: later lines of samples are dropped. ValueError: no such reward."""
         assert isinstance(trained.objective, OfAnswers)
         self._objective = trained.objective
         self.config, self._batch = config.answers, config.batch
