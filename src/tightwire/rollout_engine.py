@@ -5,8 +5,8 @@ Each rank has its own: the base model's weights as the checkpoint has them, a pa
 Matrices that the trainer on this rank has whole, as the engine would read them, are the trainer's memory. An answer ends under
 the version that it began with. With ``rollout.tp`` several ranks share the weights and the cache as those of a
 server do: all answer the prompts of all, and each plans the same steps, because steps depend on the requests alone.
-With ``rollout.weights: partition`` each answers its own prompts, and gathers the trainer's parts of a layer when it is computed;
-ranks that have answered theirs gather along until all have.
+With ``rollout.weights: partition`` each answers its own prompts, and gathers the trainer's parts of a layer when it is computed.
+A rank that has answered its prompts takes part in the gathers until all have.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ class RolloutEngine:
         if trainer is not None and (parts := self._rank.parts):
             self._others = Control(sharing(trainer, trainer.groups.main, parts))
             self._rank.settle()
-        elif config.rollout.weights == "partition" and group.rank == 0:
+        elif trainer is not None and config.rollout.weights == "partition" and trainer.groups.main.rank == 0:
             _log.warning("rollout.weights=partition changes nothing here: each rank has all frozen matrices")
         self._engine = Engine(
             runner=self._rank,
@@ -215,15 +215,14 @@ def engine_bytes(config: TrainConfig, topology: Topology) -> dict[str, int]:
         formats = choose_formats(open_checkpoint(config.model.start).reader(), model, "auto")
     shard, dtype = split_model(model, formats, tp).shards[0], options.compute_dtype
     limits = _limits(config, model, config.batch.sequences // topology.world_size * config.answers.samples * tp)
-    lora = config.model.lora
+    blocks, room = (
+        limits.num_blocks * limits.groups.num_layers,
+        AdapterRoom(NUM_VERSIONS, config.model.lora.rank if config.model.lora else 0),
+    )
     return {
         "engine_weights": _engine_weights(config, plan, model, formats, shard, ranks),
-        "engine_cache": limits.num_blocks
-        * limits.groups.num_layers
-        * layer_block_bytes(model, shard, BLOCK_SIZE, dtype),
-        "engine_adapters": adapter_bytes(model, shard, AdapterRoom(NUM_VERSIONS, lora.rank), dtype.itemsize)
-        if lora
-        else 0,
+        "engine_cache": blocks * layer_block_bytes(model, shard, BLOCK_SIZE, dtype),
+        "engine_adapters": adapter_bytes(model, shard, room, dtype.itemsize),
     }
 
 
