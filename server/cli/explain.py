@@ -11,7 +11,7 @@ from tightwire.server.cli.start import interrupts_end_at_once, refuse
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.parallel import MAX_RANKS
 from tightwire.server.config.serve import ServeConfig
-from tightwire.sizes import parse_bytes
+from tightwire.sizes import parse_memory
 
 COMM_GROUPS = ("model", "parallel", "engine")
 _GROUPS = (*COMM_GROUPS, "adapters")
@@ -30,7 +30,7 @@ class PlannedHosts:
         (),
         "memory of a host, or of each with commas between: 16GiB,8GiB; default: not limited",
         metavar="BYTES",
-        parse=lambda text: tuple(map(parse_bytes, text.split(","))),
+        parse=lambda text: tuple(map(parse_memory, text.split(","))),
     )
     host_speed: tuple[HostRates, ...] = option(
         (),

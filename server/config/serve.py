@@ -10,7 +10,7 @@ from tightwire.server.config.http import HttpOptions
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.weights import WeightOptions
-from tightwire.sizes import parse_bytes
+from tightwire.sizes import parse_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ class EngineOptions:
         None,
         "bytes of KV cache over all ranks, such as 2GiB; default: enough for --max-num-seqs, but at most a share of memory",
         metavar="BYTES",
-        parse=parse_bytes,
+        parse=parse_memory,
     )
     kv_cache_dtype: str = option(
         "auto",

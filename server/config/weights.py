@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from tightwire.model.weights import WEIGHT_CODECS
 from tightwire.option import option, require, require_declared
-from tightwire.sizes import parse_bytes
+from tightwire.sizes import parse_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class WeightOptions:
         "most memory that a rank may use, such as 4GiB; default: all free memory",
         metavar="BYTES",
         least=1,
-        parse=parse_bytes,
+        parse=parse_memory,
     )
 
     def __post_init__(self) -> None:

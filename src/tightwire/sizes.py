@@ -20,6 +20,14 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _BY_LOWER_NAME[match[2].lower()])
 
 
+def parse_memory(text: str) -> int:
+    """``parse_bytes`` of an amount of memory. Raises ValueError below 1 MiB too: a unit is missing."""
+    size = parse_bytes(text)
+    if size < 1 << 20:
+        raise ValueError(f"{text!r} is {format_bytes(size)}, which holds no model; give it a unit, as in 16GiB")
+    return size
+
+
 def format_bytes(num_bytes: float) -> str:
     """Format in the largest unit of B, KiB, MiB, GiB, TiB that gives 1 or more, with one decimal unless it is zero."""
     size, unit = float(num_bytes), "B"

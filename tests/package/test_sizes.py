@@ -2,7 +2,7 @@
 
 import pytest
 
-from tightwire.sizes import aligned, format_bytes, parse_bytes
+from tightwire.sizes import aligned, format_bytes, parse_bytes, parse_memory
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,13 @@ def test_reads_sizes(text: str, num_bytes: int) -> None:
 def test_refuses_what_is_not_a_size(text: str) -> None:
     with pytest.raises(ValueError, match="write it as 2GiB"):
         parse_bytes(text)
+
+
+def test_memory_without_a_unit_is_refused() -> None:
+    assert parse_memory("1MiB") == 1 << 20
+    for text, size in (("16", "16B"), ("900kB", "878.9KiB")):
+        with pytest.raises(ValueError, match=f"'{text}' is {size}, which holds no model; give it a unit, as in 16GiB"):
+            parse_memory(text)
 
 
 @pytest.mark.parametrize(
