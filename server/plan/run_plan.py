@@ -21,6 +21,7 @@ from tightwire.model.open import Checkpoint, fingerprint, formats_of, open_check
 from tightwire.model.stages import StagePlan
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, describe_cuts
+from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import ServeConfig
@@ -179,7 +180,7 @@ def decide(
     setting, dtype = decided.setting, decided.dtype
     adapters = plan_adapters(config.adapters, model)
     stages = decide_stages(config, model, formats, decided, files.prepared is not None, choice.layers if choice else ())
-    pooled = parallel.num_ranks, decided.gpus, config.weights.device_memory, config.hosts.nnodes or 1
+    pooled = parallel.num_ranks, decided.gpus, config.weights.device_memory, config.hosts
     inputs = replace(
         memory_inputs(config, model, formats, decided),
         pools=_pools(setting.device, *pooled),
@@ -280,33 +281,32 @@ def _policies(own: str, comm: CommDecision | None, library: CommDecision | None)
 
 
 def _pools(
-    device: str, num_ranks: int, gpus: Sequence[CudaDevice], most_bytes: int | None, num_hosts: int
+    device: str, num_ranks: int, gpus: Sequence[CudaDevice], most_bytes: int | None, hosts: HostOptions
 ) -> list[Pool]:
     """The memory pools of the ranks. ``most_bytes``: the ``--device-memory`` limit of each rank.
 
-    Other hosts count as equal to this one: each decides for its own memory, and node 0 takes the smallest cache.
+    Of several hosts only this one's: each decides for its own memory, and node 0 takes the smallest cache.
     """
     of_all = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank"
-    per_host = num_ranks // num_hosts
+    per_host, node = num_ranks // (hosts.nnodes or 1), hosts.node_rank or 0
+    own = range(node * per_host, (node + 1) * per_host)
     if device == "cpu":
         free = available_host_bytes()
         free = free if most_bytes is None else min(free, per_host * most_bytes)
         return [
             Pool(
-                name=f"host memory{f' of node {host}' if num_hosts > 1 else ''}{of_all}",
+                name=f"host memory{f' of node {node}' if hosts.several else ''}{of_all}",
                 available_bytes=free,
-                ranks=range(host * per_host, (host + 1) * per_host),
+                ranks=own,
             )
-            for host in range(num_hosts)
         ]
-    own = [gpus[rank % per_host] for rank in range(num_ranks)]
     return [
         Pool(
             name=f"cuda:{rank} ({gpu.name}{of_all})",
             available_bytes=min(gpu.free_bytes, most_bytes or gpu.free_bytes),
             ranks=range(rank, rank + 1),
         )
-        for rank, gpu in enumerate(own)
+        for rank, gpu in zip(own, gpus, strict=False)
     ]
 
 

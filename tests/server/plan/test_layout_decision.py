@@ -160,6 +160,27 @@ def test_stages_that_do_not_fit_are_refused_with_the_reason(layout: str, short: 
         _decide(**{"layout": layout, "max_model_len": 512, short: 300 << 20 if short == "device_memory" else 1 << 16})
 
 
+def test_a_host_of_several_plans_for_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage of another host may be larger than this one's memory."""
+    hosts = {"nnodes": 2, "master_addr": "node-0", "layout": "pipeline", "device": "cpu", "tp": 2, "max_model_len": 64}
+    choice, model = (
+        LayoutChoice("pipeline", "1 s", ((0, 5), (5, 6))),
+        replace(MODEL, hidden_size=1024, head_dim=256, mlp_size=4096),
+    )
+    decided = []
+    for node, free in enumerate((1 << 30, 420 << 20)):
+        monkeypatch.setattr(run_plan, "available_host_bytes", lambda free=free: free)
+        config, _ = resolve_hosts(make_config({"model": "random:tiny", "node_rank": node} | hosts), {})
+        decided.append(run_plan.decide(config, model, WeightFormats(), choice=choice))
+    assert [decision.plan.stages for decision in decided] == [StagePlan(choice.layers, pipeline=True)] * 2
+    assert [name for each in decided for name, _ in each.budget.needs()] == [
+        "host memory of node 0",
+        "host memory of node 1",
+    ]
+    first, last = (rank.weights for rank in decided[1].budget.ranks)
+    assert first > 120 << 20 > last
+
+
 def test_a_stage_takes_memory_for_its_layers_and_their_kv_heads() -> None:
     tensor, hybrid = _decide(layout="tensor", max_model_len=64), _decide(max_model_len=64)
     for without, rank in zip(tensor.budget.ranks, hybrid.budget.ranks, strict=True):
