@@ -285,7 +285,7 @@ def test_a_prompt_longer_than_a_pass_is_gathered_for_by_all(tmp_path: Path) -> N
             "parallel.sharding=zero3",
             "data.sequence_tokens=2200",
             "batch={sequences: 2, micro_sequences: 1}",
-            "schedule.steps=1",
+            "schedule={steps: 1, warmup_steps: 0}",
             f"rollout.weights={weights}",
             shape={**_SIZES, "max_position_embeddings": 4096},
             run=weights,

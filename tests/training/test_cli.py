@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.training.training_runs import log_lines, losses, make_config, make_prompt_config, train, write_config
+from tiny import VARIANTS
 
 from tightwire.__main__ import main
 from tightwire.post_training import make_engines
@@ -146,7 +147,8 @@ def test_a_rank_killed_in_a_rollout_is_restarted_and_the_same_answers_are_learne
         "parallel.sharding=zero3",
         "rollout.weights=partition",
     )
-    whole = make_prompt_config(tmp_path, *overrides, run="whole")
+    shape = {**VARIANTS["odd-heads"], "num_hidden_layers": 3}
+    whole = make_prompt_config(tmp_path, *overrides, shape=shape, run="whole")
     train(whole, 2, engines=make_engines())
 
     config = make_prompt_config(tmp_path, *overrides)

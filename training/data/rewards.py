@@ -19,4 +19,4 @@ def _score(text: str, facts: Mapping[str, Any]) -> float:
     if not isinstance(found, dict):
         return begun
     right = sum(found.get(key) == value for key, value in facts.items())
-    return begun + 0.3 + 0.5 * right / max(len(facts), len(found))
+    return begun + 0.3 + 0.5 * right / max(len(facts), len(found), 1)

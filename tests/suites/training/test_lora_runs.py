@@ -101,7 +101,7 @@ def test_every_sharding_trains_the_same_adapter(
     "parallel",
     [
         "{sharding: zero3, gather_codec: int8, reduce_path: hierarchical, reduce_codec: int4, reduce_across_codec: int8}",
-        "{sharding: hybrid, between: {kind: dgc, sparsity: 0.5}}",
+        "{sharding: hybrid, between: {kind: top-k, dense_below: 64}}",
     ],
 )
 def test_an_adapter_learns_through_codecs_and_compressors(
@@ -169,7 +169,7 @@ def test_another_projects_quantized_folder_keeps_its_blocks_too(tmp_path: Path, 
         train(config, num_ranks)
         found.append(losses(config))
     packed, numbers, of_two = found
-    assert packed == numbers
+    assert packed == pytest.approx(numbers, abs=1e-2 if name == "awq" else 0)  # its minima become float16
     assert of_two == pytest.approx(packed, abs=1e-5)
 
 

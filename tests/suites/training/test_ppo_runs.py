@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.training.training_runs import StopAfter, log_lines, losses, make_prompt_config, train
+from tiny import VARIANTS
 
 from tightwire.post_training import make_engines
 from tightwire.run_page import PAGE, SAMPLES
@@ -35,7 +36,7 @@ def of_sixteen(completions: list[str], **_: Any) -> list[float]:
 _HELD_OUT = "data.held_out=0.2"
 
 
-def _config(folder: Path, *overrides: str, run: str = "run") -> TrainConfig:
+def _config(folder: Path, *overrides: str, run: str = "run", num_layers: int = 2) -> TrainConfig:
     return make_prompt_config(
         folder,
         "batch={sequences: 8, micro_sequences: 1}",
@@ -43,6 +44,7 @@ def _config(folder: Path, *overrides: str, run: str = "run") -> TrainConfig:
         "schedule={steps: 8, warmup_steps: 0}",
         *overrides,
         run=run,
+        shape={**VARIANTS["odd-heads"], "num_hidden_layers": num_layers},
     )
 
 
@@ -99,7 +101,7 @@ def test_a_run_stopped_among_the_steps_of_a_rollout_resumes_to_the_bit(
 
 def test_ranks_that_gather_the_layers_of_their_engines_resume_among_the_steps_of_a_rollout(tmp_path: Path) -> None:
     how = "parallel.sharding=zero3", "rollout.weights=partition"
-    whole, parted = _config(tmp_path, *how, run="whole"), _config(tmp_path, *how, run="parted")
+    whole, parted = (_config(tmp_path, *how, run=run, num_layers=3) for run in ("whole", "parted"))
     _train(whole, 2)
     _train(parted, 2, stop_signal=StopAfter(parted, 3))
     _train(parted, 2)

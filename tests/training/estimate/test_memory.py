@@ -18,12 +18,11 @@ from helpers.training.training_runs import make_config
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.sequences import Batch
-from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.engine.options import engine_options
 from tightwire.training.estimate.memory import LiveBytes, RankMemory, rank_memory
 from tightwire.training.ranks.groups import TrainGroups
 from tightwire.training.run.setup import make_trained
-from tightwire.training.start.model import build_model, config_of, open_starting_model
+from tightwire.training.start.model import config_of, open_starting_model, plan_model
 
 _SIZES = (
     "model.shape={hidden_size: 64, num_hidden_layers: 3, num_attention_heads: 4, intermediate_size: 160, vocab_size: 2048}",
@@ -60,8 +59,7 @@ _MOST_ERROR = 0.01  # numbers by themselves, and buffers that begin with a page
 
 def _formula(config: TrainConfig) -> RankMemory:
     options, llama, topology = engine_options(config), config_of(config.model), Topology(0, 4, num_nodes=2)
-    model = build_model(llama, device=torch.device("meta"), frozen=config.model.frozen, lora=config.model.lora)
-    plan = plan_buckets(model, options.sharding.shard_ranks(4, 2))
+    _, plan = plan_model(config, llama, torch.device("meta"), options.sharding.shard_ranks(4, 2))
     return rank_memory(config, options, llama, plan, topology)
 
 
