@@ -201,7 +201,7 @@ def test_gathers_stay_inside_a_node_that_has_all_parts(tmp_path: Path) -> None:
                 assert nodes.inside.bytes_sent > inside
                 return answers
 
-            engine.answer = answer
+            engine.answer = answer  # pyright: ignore[reportAttributeAccessIssue]
         return engine
 
     steps = "schedule={steps: 2, warmup_steps: 0}", "batch={sequences: 4, micro_sequences: 1}"

@@ -101,7 +101,7 @@ def test_every_sharding_trains_the_same_adapter(
     "parallel",
     [
         "{sharding: zero3, gather_codec: int8, reduce_path: hierarchical, reduce_codec: int4, reduce_across_codec: int8}",
-        "{sharding: hybrid, between: {kind: top-k, dense_below: 64}}",
+        "{sharding: hybrid, between: {kind: top-k, sparsity: [0.5], dense_below: 64}}",
     ],
 )
 def test_an_adapter_learns_through_codecs_and_compressors(
