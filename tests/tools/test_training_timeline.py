@@ -1,5 +1,25 @@
+import json
+from pathlib import Path
+
 import pytest
-from training_timeline import Timeline
+from helpers.training.training_runs import write_config
+from training_timeline import KINDS, Timeline, main
+
+from tightwire.training.run import setup
+
+
+def test_a_run_writes_the_trace_of_its_buckets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "Engine", setup.Engine)  # which the tool replaces
+    out = f"{tmp_path}/trace"
+    assert (
+        main(out, [str(write_config(tmp_path)), "schedule={steps: 2, warmup_steps: 0}", "parallel.sharding=zero3"]) == 0
+    )
+    events = json.loads(Path(f"{out}-rank-0.json").read_text())["traceEvents"]
+    bars = {(event["cat"], event["name"]) for event in events if event["ph"] == "X"}
+    assert {(kind, f"blocks.{block}") for kind in KINDS for block in range(3)} <= bars
+    assert "beside computing: gather " in capsys.readouterr().out
 
 
 def test_a_timeline_has_a_bar_for_each_piece_of_work_and_says_what_ran_beside_computing() -> None:

@@ -178,6 +178,8 @@ def test_where_layers_wait() -> None:
     assert "host memory holds" in cuda.notes[-1]
     assert decide(WeightOptions(), 3, device="cuda", host_gib=1).plan.origin == "disk"
     assert decide(WeightOptions(weight_codec="int4"), 2, host_gib=8).plan.origin == "host"
+    replicas = [decide(WeightOptions(), 5.2, dp=2, device=device).plan.source for device in ("cpu", "cuda")]
+    assert replicas == ["partition", "stream"], "a GPU's way to the host may be faster than that to the others"
     assert decide(WeightOptions(weights="stream"), 16, exist=False).plan.origin == "host"
 
 

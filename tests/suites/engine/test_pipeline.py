@@ -19,6 +19,7 @@ from helpers.server.staged_requests import REQUESTS, params, tokens_among_neighb
 from msgspec.structs import replace
 from tiny import VARIANTS, make_tiny
 
+from tightwire.comm.codec.codec import parse_codec
 from tightwire.model.families import FAMILIES, family_named
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
@@ -160,9 +161,12 @@ def test_families_whose_layers_differ_have_the_bits_of_one_rank(family: str, tmp
     assert _answers(checkpoint, 3, names=_FEW, max_model_len=128)[0] == alone
 
 
-def test_bytes_are_those_of_the_formulas(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("codec", ["none", "int8-g64"])
+def test_bytes_are_those_of_the_formulas(codec: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(make_tiny(tmp_path, hidden_size=128, num_hidden_layers=3)))
     num_tokens, num_new = 100, 5
-    with local_engine(checkpoint, tp=3, stages=_pipeline(3, checkpoint), dtype=torch.bfloat16) as local:
+    how: dict[str, Any] = {"stages": _pipeline(3, checkpoint), "stage_codec": codec, "dtype": torch.bfloat16}
+    with local_engine(checkpoint, tp=3, **how) as local:
         local.engine.add(
             AddRequest("0", list(range(1, num_tokens + 1)), params({"max_tokens": num_new, "temperature": 0.0}))
         )
@@ -172,7 +176,8 @@ def test_bytes_are_those_of_the_formulas(checkpoint: Checkpoint) -> None:
     wires = [wire for each in passages if each is not None for wire in (each.wire, each.beside)]
     counts = [wire.group.ledger.counters.counts() for wire in wires if wire is not None]
     assert {count.algorithm for each in counts for count in each} == {"hidden-state", "token-ids"}
-    row = checkpoint.config.hidden_size * 4
+    row = parse_codec(codec).wire_bytes(checkpoint.config.hidden_size, 4)
+    assert row == {"none": 512, "int8-g64": 132}[codec]
     sent = [
         {phase: sum(count.bytes_sent for count in each if count.phase == phase) for phase in ("prefill", "decode")}
         for each in counts

@@ -148,6 +148,14 @@ def test_frozen_weights_are_not_in_checkpoints_and_come_back_on_other_ranks(
     assert frozen and all(torch.equal(exported[0][name], exported[1][name]) for name in frozen)
 
 
+def test_a_start_warns_of_sparse_gradients_that_send_more_than_dense_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sparse = "parallel={sharding: none, between: {kind: top-k, sparsity: [0.1], dense_below: 64}}"
+    train(make_config(tmp_path, sparse, "schedule={steps: 1, warmup_steps: 0}"), 4)
+    assert "WARNING: " in capsys.readouterr().err
+
+
 def test_the_log_has_time_bytes_and_memory_of_each_step(tmp_path: Path) -> None:
     config = make_config(tmp_path, _ZERO3)
     train(config, 2)

@@ -54,6 +54,20 @@ def test_a_dry_run_counts_what_a_compressor_keeps_and_sends(tmp_path: Path) -> N
     assert disk(dense) != disk(sparse)  # which has the residuals of both replicas
 
 
+def test_a_dry_run_advises_where_dense_sums_send_less(tmp_path: Path) -> None:
+    overrides = (
+        "dry_run.ranks=32",
+        "parallel.nodes=32",
+        "parallel.sharding=none",
+        "batch={sequences: 64, micro_sequences: 2}",
+    )
+    report = dry_run(
+        make_config(tmp_path, *overrides, "parallel.between={kind: top-k, sparsity: [0.75], dense_below: 64}"), {}
+    )
+    assert "times dense" in report
+    assert "    ADVICE: " in report
+
+
 def test_a_dry_run_counts_what_clipping_sends_inside_nodes(tmp_path: Path) -> None:
     overrides = (
         "dry_run={ranks: 4, inside: 1gbit}",
