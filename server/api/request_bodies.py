@@ -183,7 +183,10 @@ class SamplingBody(Body):
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="Extension: share cached prefixes only with the same salt."
     )
-    tightwire: TightwireOptions = Field(default_factory=lambda: TightwireOptions.model_construct())
+    tightwire: TightwireOptions = Field(
+        default_factory=lambda: TightwireOptions.model_construct(),
+        description="allreduce and prefill: how the prompt is computed; timing, comm, progress, token_ids: what is told.",
+    )
 
     def set_missing(self, values: Mapping[str, float]) -> None:
         """Set the fields that the request left out."""
