@@ -4,6 +4,7 @@ import os
 import resource
 import time
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 QUIET_SHARE = 0.1  # of the cores; results of a busier machine carry a note
@@ -12,8 +13,8 @@ QUIET_SHARE = 0.1  # of the cores; results of a busier machine carry a note
 class OthersWatch:
     """CPU time of other processes, from construction to ``share``.
 
-    Our own processes are this one, its descendants that have ended and been waited for (so call ``share`` after that), and
-    the processes ``pids`` while they run.
+    Our own processes are this one, its descendants that have ended and been waited for (so call ``share`` after that), those of
+    multiprocessing's fork server too, and the processes ``pids`` while they run.
     """
 
     def __init__(self, pids: Sequence[int] = ()) -> None:
@@ -24,12 +25,12 @@ class OthersWatch:
     def share(self) -> float:
         """The share of all cores that other processes used, 0 to 1."""
         others_s = (_busy_s() - self._busy_s) - (self._ours_s() - self._own_s)
-        cores = os.cpu_count() or 1
-        return min(1.0, max(0.0, others_s / (cores * (time.monotonic() - self._began))))
+        return min(1.0, max(0.0, others_s / ((os.cpu_count() or 1) * (time.monotonic() - self._began))))
 
     def _ours_s(self) -> float:
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(each.ru_utime + each.ru_stime for each in used) + sum(map(_process_s, self._pids))
+        pids = [*self._pids, *filter(None, [forkserver._forkserver._forkserver_pid])]
+        return sum(each.ru_utime + each.ru_stime for each in used) + sum(map(_process_s, pids))
 
 
 def wait_for_quiet(timeout_s: float) -> None:
@@ -55,5 +56,5 @@ def _busy_s() -> float:
 
 
 def _process_s(pid: int) -> float:
-    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]  # with those of children that ended
     return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
