@@ -3,7 +3,8 @@
     python tools/ttft_plot.py OUT.svg results/tp2.json results/tp4.json ...
 
 There is a line for each number of ranks, AllReduce and number of requests at a time. Printed are the medians as a table of
-Markdown: milliseconds to the first token, and in brackets the share, which includes the wait for slower ranks.
+Markdown: milliseconds to the first token, and in brackets the share, which includes the wait for slower ranks. It is of the prompt's
+own steps: what requests at the same time wait for each other is left out.
 """
 
 import json
@@ -28,7 +29,7 @@ def read_rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
                 continue
             parts = [cell["parts_s"][part] or 0.0 for part in ("allreduce_s", "compute_s", "codec_s")]
             series = f"TP {result['tp']}, {cell['arm']}, {cell['concurrency']} at a time"
-            share = parts[0] / (sum(parts) + cell["rest_s"])
+            share = parts[0] / sum(parts)
             rows.append(
                 {"series": series, "tokens": cell["prompt_len"], "share": share, "ttft_s": cell["ttft_s"]["p50"]}
             )
@@ -37,9 +38,21 @@ def read_rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 def plot(rows: Sequence[dict[str, Any]]) -> str:
     """SVG: the share over the prompt's length."""
-    x, y = Column("prompt tokens", "tokens", "d"), Column("AllReduce's share of TTFT, %", "share", ".0f", 100)
+    x, y = (
+        Column("prompt tokens", "tokens", "d"),
+        Column("AllReduce's share of the prompt's steps, %", "share", ".0f", 100),
+    )
     return svg(
-        lines("AllReduce's share of TTFT", rows, by="series", x=x, y=y, dashed=_several, ticks=True, log_y=False)
+        lines(
+            "AllReduce's share of a prompt's steps",
+            rows,
+            by="series",
+            x=x,
+            y=y,
+            dashed=_several,
+            ticks=True,
+            log_y=False,
+        )
     )
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib")
 def _write(path: Path, tp: int, error: str | None = None) -> str:
     def cell(arm: str, tokens: int, concurrency: int) -> dict[str, object]:
         parts = {"compute_s": tokens / 1e4, "codec_s": None, "allreduce_s": 3 * tokens / 1e4}
-        times = {"parts_s": parts, "rest_s": 0.0, "ttft_s": {"p50": tokens / 2e3}}
+        times = {"parts_s": parts, "rest_s": 5.0, "ttft_s": {"p50": tokens / 2e3}}
         return {"arm": arm, "prompt_len": tokens, "concurrency": concurrency, **times}
 
     cells = [cell(arm, tokens, many) for arm in ("auto", "two-shot") for tokens in (128, 4096) for many in (1, 8)]
