@@ -29,7 +29,7 @@ class OthersWatch:
 
     def _ours_s(self) -> float:
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        pids = [*self._pids, *filter(None, [forkserver._forkserver._forkserver_pid])]
+        pids = [*self._pids, *filter(None, [getattr(forkserver._forkserver, "_forkserver_pid", None)])]
         return sum(each.ru_utime + each.ru_stime for each in used) + sum(map(_process_s, pids))
 
 
