@@ -2,7 +2,7 @@
 
     python tools/ttft_plot.py OUT.svg results/tp2.json results/tp4.json ...
 
-There is a line for each number of ranks, AllReduce and number of requests at a time. Printed are the medians as a table of
+There is a line for each number of ranks and AllReduce, with the fewest requests at a time. Printed are the medians as a table of
 Markdown: milliseconds to the first token, and in brackets the share, which includes the wait for slower ranks. It is of the prompt's
 own steps: what requests at the same time wait for each other is left out.
 """
@@ -30,35 +30,17 @@ def read_rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
             parts = [cell["parts_s"][part] or 0.0 for part in ("allreduce_s", "compute_s", "codec_s")]
             series = f"TP {result['tp']}, {cell['arm']}, {cell['concurrency']} at a time"
             share = parts[0] / sum(parts)
-            rows.append(
-                {"series": series, "tokens": cell["prompt_len"], "share": share, "ttft_s": cell["ttft_s"]["p50"]}
-            )
+            figures = {"tokens": cell["prompt_len"], "share": share, "ttft_s": cell["ttft_s"]["p50"]}
+            rows.append({"series": series, "concurrency": cell["concurrency"], **figures})
     return rows
 
 
 def plot(rows: Sequence[dict[str, Any]]) -> str:
-    """SVG: the share over the prompt's length."""
-    x, y = (
-        Column("prompt tokens", "tokens", "d"),
-        Column("AllReduce's share of the prompt's steps, %", "share", ".0f", 100),
-    )
-    return svg(
-        lines(
-            "AllReduce's share of a prompt's steps",
-            rows,
-            by="series",
-            x=x,
-            y=y,
-            dashed=_several,
-            ticks=True,
-            log_y=False,
-        )
-    )
-
-
-def _several(series: str) -> bool:
-    """Whether requests came several at a time; their lines are dashed."""
-    return not series.endswith(", 1 at a time")
+    """SVG: the share over the prompt's length, with as few requests at a time as there are."""
+    fewest = min(row["concurrency"] for row in rows)
+    own = [row for row in rows if row["concurrency"] == fewest]
+    x, y = Column("prompt tokens", "tokens", "d"), Column("AllReduce's share, %", "share", ".0f", 100)
+    return svg(lines("AllReduce's share of a prompt's steps", own, by="series", x=x, y=y, ticks=True, log_y=False))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
