@@ -21,9 +21,9 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """``parse_bytes`` of an amount of memory. Raises ValueError below 1 MiB too: a unit is missing."""
+    """``parse_bytes`` of an amount of memory. Raises ValueError too for a number without a unit below 1 MiB: a unit is missing."""
     size = parse_bytes(text)
-    if size < 1 << 20:
+    if size < 1 << 20 and not any(map(str.isalpha, text)):
         raise ValueError(f"{text!r} is {format_bytes(size)}, which holds no model; give it a unit, as in 16GiB")
     return size
 

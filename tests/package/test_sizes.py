@@ -30,8 +30,8 @@ def test_refuses_what_is_not_a_size(text: str) -> None:
 
 
 def test_memory_without_a_unit_is_refused() -> None:
-    assert parse_memory("1MiB") == 1 << 20
-    for text, size in (("16", "16B"), ("900kB", "878.9KiB")):
+    assert (parse_memory("576KiB"), parse_memory("1048576")) == (576 << 10, 1 << 20)
+    for text, size in (("16", "16B"), ("2048", "2KiB")):
         with pytest.raises(ValueError, match=f"'{text}' is {size}, which holds no model; give it a unit, as in 16GiB"):
             parse_memory(text)
 
