@@ -198,7 +198,7 @@ def test_a_message_wakes_its_receiver_as_soon_as_it_is_whole_and_seldom_before(
     sizes: tuple[int, ...], pauses: int, most: int | None
 ) -> None:
     (num_waits, whole), _ = run_ranks(2, _wait_for_sizes, sizes, pauses, sockets=True)
-    assert whole and 1 <= num_waits <= (most or num_waits)
+    assert whole and num_waits <= (most or num_waits)  # none, if this rank is later than every message
 
 
 def _call_different_sizes(group: Group) -> tuple[str, str]:
