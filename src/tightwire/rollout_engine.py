@@ -231,7 +231,7 @@ def _engine_weights(
 ) -> int:
     options, stacked = engine_options(config), StackedParts(model)
     dtype = options.compute_dtype
-    gathered: dict[str, int] = {}  # of buckets in parts
+    gathered, room = dict[str, int](), 0  # of buckets in parts; of a layer's encoded bytes
     whole: dict[str, PackedFormat | None] = {}  # of matrices that the trainer has as the engine reads them
     for bucket in plan.buckets:
         for own in bucket.flat_params:
@@ -241,13 +241,15 @@ def _engine_weights(
             if form.ranks.world_size > 1:
                 size = own.blocks.num_elems if own.blocks else own.num_elems * dtype.itemsize
                 gathered[bucket.name] = gathered.get(bucket.name, 0) + size
+                if bucket.block is not None and (form.two_legs or not form.codec.exact):
+                    room = max(room, form.ranks.world_size * form.wire_bytes)
             elif own.blocks or form.codec.exact:
                 whole |= dict(zip([p.name for p in own.params], own.formats or [None] * len(own.params), strict=True))
     tensors = list(all_tensors(model, shard))
     if config.rollout.weights == "partition" and gathered:
         ends = sum(gathered.pop(name, 0) for name in ENDS)
         vectors = sum(formats.num_bytes(fused, dtype.itemsize) for fused in tensors if fused.columns is None)
-        return NUM_BUFFERS * max(gathered.values()) + ends + vectors
+        return NUM_BUFFERS * max(gathered.values()) + ends + vectors + room
     if config.rollout.tp > 1:
         whole = {}
 

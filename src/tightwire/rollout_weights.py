@@ -320,9 +320,9 @@ class OneRank:
     def broadcast(self, plans: Sequence[Any]) -> None:
         """Every rank has the plans."""
 
-    def execute(self, *given: Any) -> Any:
+    def execute(self, plan: StepPlan, chosen_R: Tensor | None = None) -> Tensor | None:
         self.num_passes += 1
-        return self.runner.execute(*given)
+        return self.runner.execute(plan, chosen_R)
 
     def choose(self, plans: Sequence[Any], logits_RV: Any, banned: Sequence[bytes]) -> Any:
         if self.num_top:  # some times faster than the server's scores, which have ranks too

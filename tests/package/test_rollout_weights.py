@@ -15,6 +15,7 @@ from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, Weight
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.post_training import make_engines
 from tightwire.rollout_engine import RolloutEngine, engine_bytes
+from tightwire.rollout_weights import GatheredLayers
 from tightwire.run_page import SAMPLES
 from tightwire.training.engine.engine import Engine
 from tightwire.training.start.answers import Answer
@@ -218,6 +219,7 @@ def test_gathers_stay_inside_a_node_that_has_all_parts(tmp_path: Path) -> None:
         ("", ("parallel={sharding: zero3, frozen_codec: int8}",), 1),
         ("", ("parallel.sharding=zero3", "rollout.tp=2"), 2),
         ("", ("parallel.sharding=zero3", "rollout.weights=partition"), 2),
+        ("", ("parallel={sharding: zero3, frozen_codec: int8}", "rollout.weights=partition"), 2),
         ("gguf", ("parallel={sharding: zero3, frozen_codec: packed}",), 1),
         ("gguf", ("parallel={sharding: zero3, frozen_codec: packed}", "rollout.weights=partition"), 2),
         ("gguf", ("parallel={sharding: zero3, frozen_codec: none}",), 1),
@@ -250,7 +252,8 @@ def _held(engine: RolloutEngine, trainer: Engine) -> dict[str, int]:
     theirs = [shard.wire() for shard in trainer.frozen_shards.values()]
     found = [getattr(weights.outer, field) for field in ("embedding", "final_norm", "head")]
     if isinstance(weights, StreamedWeights):
-        found += [buffer.memory for buffer in weights.pool.buffers]
+        assert isinstance(weights.store, GatheredLayers)
+        found += [weights.store._room, *(buffer.memory for buffer in weights.pool.buffers)]
     else:
         found += [getattr(weights.layer(n), name) for n in range(_LAYERS) for name in _IN_LAYER]
     parts = {
