@@ -32,13 +32,7 @@ def keys_of(numbers: Tensor, ids: Tensor) -> Tensor:
 
 def best_keys(x_RV: Tensor, first_id: int) -> Tensor:
     """``best_keys_reference``, to the bit; on CPU by a kernel for float32 in contiguous rows."""
-    if (
-        x_RV.device.type != "cpu"
-        or x_RV.dtype != torch.float32
-        or x_RV.stride(1) != 1
-        or not x_RV.shape[1]
-        or not available()
-    ):
+    if not x_RV.is_cpu or x_RV.dtype != torch.float32 or x_RV.stride(1) != 1 or not x_RV.shape[1] or not available():
         return best_keys_reference(x_RV, first_id)
     num_rows, num_columns = x_RV.shape
     keys_R = torch.empty(num_rows, dtype=torch.int64)

@@ -1,7 +1,5 @@
 """Adds the low-rank adapters of a step's rows to a matrix product; ``spec.lora`` has the reference."""
 
-from types import ModuleType
-
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available
@@ -22,14 +20,9 @@ def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, ro
         ValueError: shapes, dtypes or layouts that do not match.
     Cost: for each adapter in the step, reading rank x (parts x D + O) numbers.
     """
-    if x_TD.is_cuda:
-        _triton().add_adapters(out_TO, x_TD, site, layer, rows.slots_T)
+    if x_TD.is_cuda:  # imported on first use: a CPU host need not have Triton
+        from tightwire.kernels.cuda import lora as triton
+
+        triton.add_adapters(out_TO, x_TD, site, layer, rows.slots_T)
     else:
         (add_adapters_cpu if available() else add_adapters_reference)(out_TO, x_TD, site, layer, rows)
-
-
-def _triton() -> ModuleType:
-    """Import the Triton kernels on first use, because a CPU host need not have Triton."""
-    from tightwire.kernels.cuda import lora
-
-    return lora

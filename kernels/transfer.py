@@ -25,7 +25,9 @@ class Download:
         """Start the copies, which run after all work queued on the device so far."""
         self._event: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors):
-            tensors = [_pinned_copy(tensor) for tensor in tensors]
+            tensors = [
+                torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors
+            ]
             self._event = torch.cuda.Event()
             self._event.record()
         self._tensors = list(tensors)
@@ -35,7 +37,3 @@ class Download:
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
-
-
-def _pinned_copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

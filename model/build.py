@@ -1,6 +1,5 @@
 """Builds one rank's runner from its weights, cache, layers and AllReduces."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from tightwire.model.sampling.choose import TokenChooser
 from tightwire.model.stages import StagePlan
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
 from tightwire.model.weights.formats import WeightFormats
-from tightwire.model.weights.load import CheckpointStore, load_weights
+from tightwire.model.weights.load import CheckpointStore, Progress, load_weights
 from tightwire.model.weights.packed_layer import LayerFiles
 from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.source import ResidentWeights, WeightSource
@@ -34,6 +33,7 @@ from tightwire.model.weights.stage import load_stage
 # Share of the fetch timeout spent on retries of a read. The read must fail before the pass that waits for it times out,
 # because its error names the cause.
 _PATIENCE_SHARE = 0.75
+Source = CheckpointReader | Prepared | LayerFiles  # of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,11 @@ class RunnerOptions:
 
 def build_runner(
     config: LlamaConfig,
-    source: CheckpointReader | Prepared | LayerFiles,
+    source: Source,
     layout: Layout,
     groups: RankGroups,
     options: RunnerOptions,
-    progress: Callable[[float], None] = lambda fraction: None,
+    progress: Progress = lambda fraction: None,
 ) -> ModelRunner:
     """Load this rank's weights onto its device and return the runner.
 
@@ -133,12 +133,7 @@ def build_runner(
 
 
 def _make_stages(
-    config: LlamaConfig,
-    source: CheckpointReader | Prepared | LayerFiles,
-    layout: Layout,
-    groups: RankGroups,
-    options: RunnerOptions,
-    model: Llama,
+    config: LlamaConfig, source: Source, layout: Layout, groups: RankGroups, options: RunnerOptions, model: Llama
 ) -> PromptStages | Passage:
     """Return the way through the stages; of hybrid, load this rank's part of its stage's layers. ValueError: see the message."""
     plan, weights, parts, parallel = options.stages, model.weights, options.parts, model.parallel
@@ -183,12 +178,7 @@ def _make_cache(config: LlamaConfig, shard: Shard, options: RunnerOptions, devic
 
 
 def _load_weights(
-    config: LlamaConfig,
-    source: CheckpointReader | Prepared | LayerFiles,
-    shard: Shard,
-    groups: RankGroups,
-    options: RunnerOptions,
-    progress: Callable[[float], None],
+    config: LlamaConfig, source: Source, shard: Shard, groups: RankGroups, options: RunnerOptions, progress: Progress
 ) -> WeightSource:
     plan, timeout_s = options.weight_plan, options.fetch_timeout_s
     files = source

@@ -64,11 +64,9 @@ class Llama:
         self.residual_dtype = torch.float32 if on_cpu else parallel.sum_dtype or cache.dtype
         # By policy and layer: the sums after attention and after the MLP.
         self.num_policies = parallel.num_policies
+        layers = range(config.first_layer, config.first_layer + config.num_layers)
         self._sums = [
-            [
-                (parallel.row_sums("o_proj", layer, policy), parallel.row_sums("down_proj", layer, policy))
-                for layer in range(config.first_layer, config.first_layer + config.num_layers)
-            ]
+            [[parallel.row_sums(site, layer, policy) for site in ("o_proj", "down_proj")] for layer in layers]
             for policy in range(parallel.num_policies)
         ]
         self._spans = weights.spans
@@ -142,13 +140,9 @@ class Llama:
         else:
             partial_TD = layers.attention(index, update_TD)
         update_TD = yield self._sum(partial_TD, attention_sums, batch, feedback)
-        dropped = None
-        if attention_sums is not None:
-            dropped = attention_sums.keep_dropped(update_TD, layers.residual_TD, batch.num_decode_rows)
-        if dropped is None:
-            partial_TD = layers.mlp(index, update_TD)
-        else:
-            partial_TD = layers.mlp(index, dropped.update_TD)
+        dropped = attention_sums and attention_sums.keep_dropped(update_TD, layers.residual_TD, batch.num_decode_rows)
+        partial_TD = layers.mlp(index, update_TD if dropped is None else dropped.update_TD)
+        if dropped is not None:
             dropped.put_back(layers.residual_TD, partial_TD)
         return (yield self._sum(partial_TD, mlp_sums, batch, feedback))
 
@@ -159,10 +153,9 @@ class Llama:
         self, program: DecodeProgram, span: range, batch: Batch, update_TD: Tensor | None
     ) -> Collective | None:
         """Return the call that runs these layers and their sums in one kernel; None if it cannot make the sums."""
-        sums = [row_sums for layer in self._sums[batch.policy][span.start : span.stop] for row_sums in layer]
-        if not any(sums):
+        known = [sums for layer in self._sums[batch.policy][span.start : span.stop] for sums in layer if sums]
+        if not known:
             return partial(program.run_layers, span, update_TD)
-        known = [row_sums for row_sums in sums if row_sums is not None]
         kernel_sums = self.parallel.sums_in_kernel({row_sums.generated for row_sums in known}, program.residual_TD)
         if kernel_sums is None:
             return None

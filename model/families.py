@@ -6,6 +6,7 @@ else asks for a family by name. Imports no torch.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 
@@ -83,14 +84,10 @@ _GEMMA_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def _largest_gemma_scale(num_layers: int) -> Callable[[Fields], float]:
+def _gemma_scale(largest_layers: int, fields: Fields) -> float:
     """Return llama.cpp's scale of scores: only the largest model, known by its layers, has another size than its heads."""
-
-    def scale(fields: Fields) -> float:
-        is_largest = fields["num_layers"] == num_layers
-        return (fields["hidden_size"] / fields["num_heads"] if is_largest else fields["head_dim"]) ** -0.5
-
-    return scale
+    is_largest = fields["num_layers"] == largest_layers
+    return (fields["hidden_size"] / fields["num_heads"] if is_largest else fields["head_dim"]) ** -0.5
 
 
 # Of families with one GGUF architecture, files are read as the first one.
@@ -167,7 +164,7 @@ FAMILIES: tuple[Family, ...] = (
         names=Names("Gemma 2", "Gemma2ForCausalLM", "gemma2", "gemma2"),
         keys=_GEMMA_KEYS,
         fixed=_GEMMA,
-        gguf_fixed={"score_scale": _largest_gemma_scale(46)},
+        gguf_fixed={"score_scale": partial(_gemma_scale, 46)},
         defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         full_every=2,
     ),
@@ -175,7 +172,7 @@ FAMILIES: tuple[Family, ...] = (
         names=Names("Gemma 3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
         keys={**_GEMMA_KEYS, "local_rope_theta": Key("rope_local_base_freq", "rope.freq_base_swa")},
         fixed={**_GEMMA, "qk_norm": "heads"},
-        gguf_fixed={"score_scale": _largest_gemma_scale(62), "local_rope_theta": lambda fields: 10000.0},
+        gguf_fixed={"score_scale": partial(_gemma_scale, 62), "local_rope_theta": lambda fields: 10000.0},
         defaults={
             **_GEMMA_DEFAULTS,
             "rope_theta": 1000000.0,

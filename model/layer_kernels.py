@@ -130,8 +130,7 @@ class EagerLayers:
         cos_TE, sin_TE = self._angles[index]
         q_THE = rotate_and_cache(qkv_THE, cos_TE, sin_TE, *placed, norms, slots_are_checked=True)
         _, key_bias = self._key_biases.split(index, weights.qkv_bias)
-        kept = config.window_of(index), config.score_cap, key_bias
-        form = AttentionForm(config.scale, self._head_groups, *kept)
+        form = AttentionForm(config.scale, self._head_groups, config.window_of(index), config.score_cap, key_bias)
         mixed_TF = paged_attention(q_THE, keys_NKPE, values_NKPE, self._sequences[group], form).flatten(1)
         out = weights.attention_out, weights.attention_out_bias
         partial_TD = self._row_parallel(mixed_TF, *out, self._batch.num_decode_rows)
@@ -159,8 +158,7 @@ class EagerLayers:
         dtype, residual_TD = self._cache.dtype, self.residual_TD
         if update_TD is None:
             return residual_TD.to(dtype) if norm is None else rms_norm(residual_TD, norm, self._form)
-        given = update_TD, residual_TD, norm, self._form, update_norm, dtype
-        normed_TD, self.residual_TD = add_rms_norm(*given)
+        normed_TD, self.residual_TD = add_rms_norm(update_TD, residual_TD, norm, self._form, update_norm, dtype)
         return normed_TD
 
     def _adapt(self, site: str, index: int, x_TD: Tensor, out_TO: Tensor) -> Tensor:

@@ -283,7 +283,6 @@ class _Graph:
             policy=policy,
             adapters_T=adapters if adapted else None,
         )
-        self._token_ids_T = token_ids
         self._pad(0)
         overwrite(self._device, self._host)
         forward(batch)  # compiles kernels and allocates workspaces, which is not allowed during capture
@@ -305,7 +304,7 @@ class _Graph:
         tables.reshape(num_groups, self._size, -1)[:, :num_rows, :width] = arrays.block_tables_LBM
         overwrite(self._device, self._host)
         if chosen_R is not None:
-            self._token_ids_T.copy_(resolve_deferred(self._token_ids_T, chosen_R))
+            self._batch.token_ids_T.copy_(resolve_deferred(self._batch.token_ids_T, chosen_R))
         hidden_TD = self._replay()
         self._ledger.add_replayed(self._counts)
         return hidden_TD

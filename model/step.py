@@ -17,8 +17,6 @@ from tightwire.model.sampling.rows import NO_ROWS, SampleRows
 if TYPE_CHECKING:  # a rank says that it is there before it imports torch
     from torch import Tensor
 
-_INT_BYTES = 4
-
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One forward pass over B sequences with T new tokens in total, packed without padding.
@@ -50,7 +48,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     @property
     def num_rows(self) -> int:
         """T."""
-        return len(self.token_ids) // _INT_BYTES
+        return len(ints(self.token_ids))
 
     @property
     def phase(self) -> str:

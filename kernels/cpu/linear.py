@@ -39,8 +39,7 @@ def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype
     kind, in_pairs = NUMBER_KIND[x_TD.dtype], x_TD.dtype == torch.bfloat16 and has_pairs()
     weight, weight_stride, weight_kind = matrix_integers(weight_OD)
     x_stride = x_TD.stride(0) * x_TD.element_size()
-    given = (0, x_TD.data_ptr(), x_stride, num_tokens, num_inputs, kind, weight_kind)
-    rows = struct("tw_rows_args", given)
+    rows = struct("tw_rows_args", (0, x_TD.data_ptr(), x_stride, num_tokens, num_inputs, kind, weight_kind))
     if num_bytes := lib.tw_prepared_bytes(rows):
         prepared = torch.empty(num_bytes, dtype=torch.uint8)
         rows.out, x_stride = prepared.data_ptr(), num_bytes // max(1, num_tokens)

@@ -69,6 +69,10 @@ def rotate_and_cache_cpu(
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     num_heads, number_bytes = num_all_heads - 2 * num_kv_heads, qkv_THE.element_size()
     q_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv_THE.dtype)
+    head_norms = (0, 0, 0, 0, 0.0, 0.0)  # the fields of ``tw_head_norms``
+    if norms is not None:
+        weights = addresses(norms.q_norm, norms.k_norm, norms.mean_squares_T2)
+        head_norms = (*weights, int(norms.whole), norms.form.eps, norms.form.offset)
     arguments = (
         *addresses(q_THE, qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T),
         *(stride * number_bytes for stride in qkv_THE.stride()[:2]),
@@ -82,16 +86,10 @@ def rotate_and_cache_cpu(
         tokens_per_block,
         NUMBER_KIND[qkv_THE.dtype],
         CACHE_KIND[k_cache_NKPE.dtype],
-        (0, 0, 0, 0, 0.0, 0.0) if norms is None else _head_norms(norms),
+        head_norms,
     )
     run_on_rows("tw_rotate_and_cache", struct("tw_rotate_args", arguments), num_tokens, num_all_heads * head_dim)
     return q_THE
-
-
-def _head_norms(norms: HeadNorms) -> tuple[int | float, ...]:
-    """Return the fields of ``tw_head_norms``."""
-    given = addresses(norms.q_norm, norms.k_norm, norms.mean_squares_T2)
-    return *given, int(norms.whole), norms.form.eps, norms.form.offset
 
 
 def swiglu_cpu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:

@@ -28,17 +28,13 @@ from tightwire.kernels.cuda.numbers import INTERPRETED
 _WORD_BYTES = 4
 
 
-def _offer_core() -> None:
-    os.sched_yield()
-
-
 @triton.jit
 def _nothing():
     pass
 
 
 # In the interpreter there may be more processes than cores, and those that wait must yield to the others.
-_pause = _offer_core if knobs.runtime.interpret else _nothing
+_pause = os.sched_yield if knobs.runtime.interpret else _nothing
 
 
 def header_bytes(num_blocks: int, world_size: int) -> int:

@@ -1,9 +1,8 @@
 """Paged attention in torch, its argument checks, and the writer of the KV cache.
 
 The cache of one layer is two tensors (N blocks, K heads, P tokens per block, E), or in 8 bits (N, K, P, E + 2) with the
-layout of ``int8_heads``. A sequence owns the blocks in its row of
-the block table, in that order; token i of a sequence is in slot ``block_table[i // P] * P + i % P``. Slots that no
-sequence has written may hold anything, NaN included.
+layout of ``int8_heads``. A sequence owns the blocks in its row of the block table, in that order; token i of a sequence
+is in slot ``block_table[i // P] * P + i % P``. Slots that no sequence has written may hold anything, NaN included.
 """
 
 import math

@@ -47,12 +47,8 @@ class BlockFormat:
     plane_bytes: tuple[int, ...] = _computed()  # S of each plane: its bytes in one group
     has_zeros: bool = _computed()
     max_code: int = _computed()  # the largest code (integer formats); the smallest is 0
-    num_levels: int = (
-        _computed()
-    )  # symmetric formats: levels below zero (one less above); a code is its level plus this
-    section_offsets: tuple[int, ...] = (
-        _computed()
-    )  # ``section_starts`` of one group; those of G groups are G times these
+    num_levels: int = _computed()  # symmetric formats: levels below zero, one less above; a code is its level plus this
+    section_offsets: tuple[int, ...] = _computed()  # ``section_starts`` of one group; of G groups G times these
     group_bytes: int = _computed()  # g b / 8 for the codes of a group, and 4 for scale and zero (2 without zero)
 
     def __post_init__(self) -> None:

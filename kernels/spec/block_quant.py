@@ -73,11 +73,10 @@ def decode_reduce_encode_reference(
     """
     stay_rotated = fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
     decode = _decode_groups if stay_rotated else _decode_numbers
-    total: Tensor | None = None
-    for buf in bufs:
-        groups_GE = decode(buf, fmt, num_elems)
-        total = groups_GE if total is None else total + groups_GE
-    assert total is not None, "nothing to add"
+    assert bufs, "nothing to add"
+    total = decode(bufs[0], fmt, num_elems)
+    for buf in bufs[1:]:
+        total = total + decode(buf, fmt, num_elems)
     if stay_rotated:
         return _encode_carrying(total, out_fmt, carried_M)
     return encode_reference(total.view(-1)[:num_elems], out_fmt, carried_M)

@@ -129,9 +129,8 @@ def check_rotation(
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, num_kv_heads, tokens_per_block, width = k_cache.shape
     fits = head_dim % 2 == 0 and width == cache_width(head_dim, k_cache.dtype) and num_all_heads > 2 * num_kv_heads
-    same_rows = cos.shape == sin.shape == (num_tokens, min(cos.shape[1], head_dim // 2)) and slots.shape == (
-        num_tokens,
-    )
+    angles = num_tokens, min(cos.shape[1], head_dim // 2)
+    same_rows = (cos.shape, sin.shape, slots.shape) == (angles, angles, (num_tokens,))
     caches = [(cache.shape, cache.dtype, cache.stride()[1:]) for cache in (k_cache, v_cache)]
     wanted = k_cache.shape, k_cache.dtype, (tokens_per_block * width, width, 1)
     types = cos.dtype, sin.dtype, slots.dtype, qkv.dtype in _NUMBERS and k_cache.dtype in (*_NUMBERS, torch.int8)

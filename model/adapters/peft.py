@@ -120,12 +120,11 @@ def _modules(
     halves: dict[str, set[str]] = {}
     for name in reader.names():
         match = _TENSOR.fullmatch(name)
-        module = "" if match is None else match["module"]
-        if match is None or module not in shapes:
+        if match is None or match["module"] not in shapes:
             raise ModelError(
                 f"tensor {name} is not supported; supported: lora_A and lora_B of {supported}, in {config.num_layers} layers"
             )
-        halves.setdefault(module, set()).add(match["half"])
+        halves.setdefault(match["module"], set()).add(match["half"])
     if not halves:
         raise ModelError(f"{WEIGHTS_FILE} has no tensors")
     modules: dict[str, tuple[int, float]] = {}

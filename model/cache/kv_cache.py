@@ -103,13 +103,6 @@ class CacheFlow(NamedTuple):
     waited_s: float  # with CUDA only the host's waits
 
 
-class _Moves(NamedTuple):
-    """The runs of consecutive blocks that one step moves in every layer, (R, 3) int64 each."""
-
-    fetch: Tensor  # first block, first place, count
-    save: Tensor  # first place, first block, count
-
-
 class OffloadedCache(CacheSource):
     """``CacheSource`` with all layers on the host, in pinned memory with CUDA. All are one group: windows only mask.
 
@@ -155,7 +148,8 @@ class OffloadedCache(CacheSource):
         self._stream = make_stream(device)
         self._uses = SharedUses(self.pool, self._take)
         self._num_bytes, self._waited_s = 0, 0.0
-        self._steps: queue.SimpleQueue[_Moves | None] = queue.SimpleQueue()
+        # Of each step: the runs of blocks that it fetches, and that it saves, in every layer (``runs_of``).
+        self._steps: queue.SimpleQueue[tuple[Tensor, Tensor] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._move, name="tightwire-kv-cache", daemon=True)
         self._thread.start()
 
@@ -165,7 +159,7 @@ class OffloadedCache(CacheSource):
         if len(blocks_N) > self.num_blocks:
             raise ValueError(f"a step needs {len(blocks_N)} cache blocks, but only {self.num_blocks} fit on the device")
         fetch, save = runs_of(blocks_N[read_I], read_I), runs_of(written_J, blocks_N[written_J])
-        self._steps.put(_Moves(torch.from_numpy(fetch), torch.from_numpy(save)))
+        self._steps.put((torch.from_numpy(fetch), torch.from_numpy(save)))
         return renamed
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
@@ -178,7 +172,6 @@ class OffloadedCache(CacheSource):
         return CacheFlow(self._num_bytes, self._waited_s)
 
     def close(self) -> None:
-        """Stop the thread. May be called twice."""
         self.pool.close(CacheError("this cache is closed"))
         self._steps.put(None)
         self._thread.join()
@@ -195,15 +188,15 @@ class OffloadedCache(CacheSource):
     def _move(self) -> None:
         try:
             with torch.inference_mode(), queue_on(self._stream):
-                for moves in iter(self._steps.get, None):
+                for fetch, save in iter(self._steps.get, None):
                     for layer in range(self._num_layers):
                         if layer >= NUM_BUFFERS:
-                            self._save(layer - NUM_BUFFERS, moves.save)
+                            self._save(layer - NUM_BUFFERS, save)
                         buffer = self.pool.fill(layer)
-                        self._copy(self._blocks[buffer.number], self._host[layer], moves.fetch)
+                        self._copy(self._blocks[buffer.number], self._host[layer], fetch)
                         self.pool.filled(layer)
                     for layer in range(max(0, self._num_layers - NUM_BUFFERS), self._num_layers):
-                        self._save(layer, moves.save)
+                        self._save(layer, save)
         except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
             self.pool.close(error)
 

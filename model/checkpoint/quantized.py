@@ -21,7 +21,6 @@ from tightwire.model.checkpoint.safetensors import SafetensorsReader
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in an int32 of each of eight neighbouring columns
 _CODES = {"awq": ".qweight", "gptq": ".qweight", "packed": ".weight_packed", "plain": ".weight"}
-_EXACT = "kept"
 _DAMAGED = "its codes, scales, zeros and groups do not belong together"
 _ROUNDED = "rounded again, by at most 1/254 of the largest of 32 numbers"
 
@@ -72,11 +71,8 @@ class QuantizedReader:
     def describe(self) -> str:
         """The quantization, the format it is kept in, and what that rounds."""
         own, packed = self._quantization, self._format(in_order=not self._quantization.act_order)
-        if packed is None:
-            return f"{own.name}: expanded"
-        cost = _ROUNDED if self._is_rounded(packed, in_order=not own.act_order) else _EXACT
-        if cost == _EXACT and packed.has_minimum:
-            cost = "kept; minima are rounded to float16, by at most 1/136 of a step"
+        exact = "kept; minima are rounded to float16, by at most 1/136 of a step" if packed.has_minimum else "kept"
+        cost = _ROUNDED if self._is_rounded(packed, in_order=not own.act_order) else exact
         return f"{own.name}; in memory {packed.name}: {cost}"
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -118,8 +114,8 @@ class QuantizedReader:
         codes = self._of(name, _CODES[layout])
         return codes in self._names and (layout != "plain" or self._scale_name(name) is not None)
 
-    def _format(self, *, in_order: bool) -> PackedFormat | None:
-        """The packed format that matrices are kept in; None: expanded, because groups cannot be packed."""
+    def _format(self, *, in_order: bool) -> PackedFormat:
+        """The packed format that matrices are kept in."""
         own = self._quantization
         if own.bits == 8 or not in_order:
             return Q8_0

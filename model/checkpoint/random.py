@@ -49,17 +49,12 @@ class RandomReader:
 def _uniform(key: int, rows: range, columns: range, device: torch.device) -> Tensor:
     """Return (rows, columns) float32 in +-sqrt(3) std. All steps but the last two are exact integer operations."""
     row_R = torch.arange(rows.start, rows.stop, dtype=torch.int64, device=device)
-    # The 64-bit product gives each row a distant start; it is reduced to the 32 bits that ``_mix`` takes.
-    row_R1 = _mix(_as_int32(row_R * 0x85EBCA6B + key)).unsqueeze(1)
-    column_C = _as_int32(torch.arange(columns.start, columns.stop, dtype=torch.int64, device=device) * 0x9E3779B1)
+    # The 64-bit product gives each row a distant start; ``int`` keeps the low 32 bits, which ``_mix`` takes.
+    row_R1 = _mix((row_R * 0x85EBCA6B + key).int()).unsqueeze(1)
+    column_C = (torch.arange(columns.start, columns.stop, dtype=torch.int64, device=device) * 0x9E3779B1).int()
     bits_RC = _mix(row_R1 + column_C)
     # 24 bits fit a float32 exactly, so rounding cannot differ between devices.
     return bits_RC.bitwise_right_shift_(8).float().mul_(_STD * math.sqrt(3) / 2**23)
-
-
-def _as_int32(x: Tensor) -> Tensor:
-    """Return the low 32 bits as a signed integer."""
-    return ((x + 2**31) % _INT32 - 2**31).to(torch.int32)
 
 
 def _mix(x: Tensor) -> Tensor:

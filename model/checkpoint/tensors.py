@@ -55,8 +55,7 @@ def gguf_name(hf_name: str, norms: str = "before") -> str | None:
     ``norms``: the places of the model's norms.
     """
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(\w+)", hf_name)
-    own_name = None if match is None else _GGUF_BY_NORMS[norms].get(match[2])
-    if match is None or own_name is None:
+    if match is None or (own_name := _GGUF_BY_NORMS[norms].get(match[2])) is None:
         return _GGUF_OUTER.get(hf_name)
     return f"blk.{match[1]}.{own_name}.{match[3]}"
 

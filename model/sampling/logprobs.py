@@ -52,9 +52,8 @@ def _summary(logits_RV: Tensor, ids_R: Tensor, num_top: int, first_id: int) -> T
     is_own_R1 = (column_R1 >= 0) & (column_R1 < logits_RV.shape[1])
     logit_R1 = logits_RV.gather(1, torch.where(is_own_R1, column_R1, 0))
     key_R1 = torch.where(is_own_R1, keys_of(logit_R1, ids_R[:, None]), torch.iinfo(torch.int64).min)
-    if not num_top:
-        return torch.cat([sums_R2, key_R1], 1)
-    return torch.cat([sums_R2, key_R1, top_keys(logits_RV, num_top, first_id)], 1)
+    top = [top_keys(logits_RV, num_top, first_id)] if num_top else []
+    return torch.cat([sums_R2, key_R1, *top], 1)
 
 
 def _num_above(logits_RV: Tensor, key_R: Tensor, first_id: int) -> Tensor:

@@ -126,14 +126,12 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Backend:
 
 def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Return merges by score, with ties as in ``generate_merges`` of transformers' SentencePiece converter."""
-    merges: list[tuple[float, str, str]] = []
-    for piece, index in vocab.items():
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(vocab, key=lambda each: scores[vocab[each]], reverse=True):
         cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
         pairs = [(left, right) for left, right in cuts if left in vocab and right in vocab]
-        pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-        merges += [(scores[index], left, right) for left, right in pairs]
-    merges.sort(key=lambda merge: merge[0], reverse=True)
-    return [(left, right) for _, left, right in merges]
+        merges += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+    return merges
 
 
 def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:

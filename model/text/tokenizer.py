@@ -268,12 +268,9 @@ def byte_backend(vocab_size: int) -> Backend:
     """Return a backend with exactly ``vocab_size`` tokens; ModelError: fewer than 260, the bytes and special tokens."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ModelError(f"a byte tokenizer needs a vocab_size of at least {MIN_VOCAB_SIZE}, got {vocab_size}")
-    characters = byte_characters()
-    vocab = {characters[byte]: byte for byte in range(256)}
     special = (BOS, EOS, START_OF_TURN, END_OF_TURN)
-    vocab.update({token: 256 + i for i, token in enumerate(special)})
-    vocab.update({f"\u0120w{i}": i for i in range(MIN_VOCAB_SIZE, vocab_size)})
-    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    texts = [*byte_characters(), *special, *(f"\u0120w{i}" for i in range(MIN_VOCAB_SIZE, vocab_size))]
+    backend = Backend(models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
@@ -282,6 +279,5 @@ def byte_backend(vocab_size: int) -> Backend:
 
 def byte_characters() -> list[str]:
     """Return the printable character for each byte in byte-level vocabularies (``bytes_to_unicode`` of openai/gpt-2)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))  # U+0100 and up
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    return [chr(byte if chr(byte).isprintable() and byte != ord(" ") else next(others)) for byte in range(256)]

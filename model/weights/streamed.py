@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
+from itertools import cycle, pairwise
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,6 @@ class StreamedWeights(WeightSource):
         self.spans = _spans(len(plain), resident)
         self.fetcher = LayerFetcher(store, plain, self._order, device)
         self.store, self.pool = store, self.fetcher.pool
-        # Closing stops the threads; layers in use stay valid. It may be called twice.
         self.start, self.close = self.fetcher.start, self.fetcher.close
         self._layers = {
             (layer, buffer.number): LayerWeights.of(plain[layer].tensors(buffer.memory))
@@ -105,13 +104,8 @@ class StreamedWeights(WeightSource):
 
 def _spans(num_layers: int, resident: Mapping[int, LayerWeights]) -> tuple[range, ...]:
     """Return spans of consecutive resident layers, and a span of one for each streamed layer."""
-    spans: list[range] = []
-    for layer in range(num_layers):
-        if spans and layer in resident and layer - 1 in resident:
-            spans[-1] = range(spans[-1].start, layer + 1)
-        else:
-            spans.append(range(layer, layer + 1))
-    return tuple(spans)
+    starts = [layer for layer in range(num_layers) if not {layer - 1, layer} <= resident.keys()]
+    return tuple(range(start, stop) for start, stop in pairwise((*starts, num_layers)))
 
 
 # Gloo cannot interrupt a wait before its deadline, so ``close`` does not wait longer than this for a thread.
