@@ -185,7 +185,7 @@ class SamplingBody(Body):
     )
     tightwire: TightwireOptions = Field(
         default_factory=lambda: TightwireOptions.model_construct(),
-        description="allreduce and prefill: how the prompt is computed; timing, comm, progress, token_ids: what is told.",
+        description="allreduce and prefill: how the prompt is computed; timing (also of drafts), comm, progress, token_ids: what is told.",
     )
 
     def set_missing(self, values: Mapping[str, float]) -> None:

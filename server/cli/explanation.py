@@ -22,7 +22,7 @@ from tightwire.server.hosts.place import last_probe
 from tightwire.server.plan.comm_decision import CommDecision, decide_sums, policy_requests
 from tightwire.server.plan.layout_decision import decide_stages
 from tightwire.server.plan.layout_table import memory_inputs
-from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes
+from tightwire.server.plan.rank_bytes import CacheShape, rank_bytes
 from tightwire.server.plan.run_plan import (
     describe_adapters,
     describe_draft,
@@ -68,12 +68,15 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
     device = sums.decided.setting.device
     choose_activations(config.model.activations, device, formats.packed)
     stages = decide_stages(config, model, formats, sums.decided, checkpoint.prepared is not None)
-    inputs = replace(
-        memory_inputs(config, model, formats, sums.decided), stages=stages, num_replicas=config.parallel.dp
-    )
-    adapters = _explain_adapters(config, inputs)
+    adapters = plan_adapters(config.adapters, model)
     draft = open_draft(config, checkpoint)
-    drafts = draft and describe_draft(draft.name, draft_inputs(config, draft, sums.decided))
+    own = draft and draft_inputs(config, draft, sums.decided)
+    room = adapters and AdapterRoom(adapters.num_slots, adapters.max_rank)
+    inputs = memory_inputs(config, model, formats, sums.decided)
+    inputs = replace(inputs, stages=stages, num_replicas=config.parallel.dp, adapters=room, draft=own)
+    ranks = rank_bytes(inputs, EVERYTHING_RESIDENT)
+    added = adapters and describe_adapters(adapters, [rank.adapters for rank in ranks])
+    drafts = draft and own and describe_draft(draft.name, own)
     decision, request = sums.comm, next(iter(policy_requests(config, model).values()))
     assert decision is not None  # `explain` takes at least two ranks
     explained = explain(decision.chooser, request, decision.setting.elem_bytes, model.num_layers)
@@ -83,18 +86,9 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
         console = Console(highlight=False)
         _show(console, decision, explained)
         by_kind = CacheShape.of(model, config.engine).describe(config.engine.max_model_len or model.max_positions)
-        nodes = describe_nodes(config, device, [rank.fixed for rank in rank_bytes(inputs, EVERYTHING_RESIDENT)])
-        for line in filter(None, (adapters, drafts, by_kind and f"KV cache: {by_kind}", *nodes)):
+        nodes = describe_nodes(config, device, [rank.fixed for rank in ranks])
+        for line in filter(None, (added, drafts, by_kind and f"KV cache: {by_kind}", *nodes)):
             console.print(line, markup=False)
-
-
-def _explain_adapters(config: ServeConfig, inputs: MemoryInputs) -> str:
-    """Describe the memory of LoRA adapters; empty without them."""
-    plan = plan_adapters(config.adapters, inputs.model)
-    if plan is None:
-        return ""
-    ranks = rank_bytes(replace(inputs, adapters=AdapterRoom(plan.num_slots, plan.max_rank)), EVERYTHING_RESIDENT)
-    return describe_adapters(plan, [rank.adapters for rank in ranks])
 
 
 def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layers: int) -> list[Explained]:

@@ -15,7 +15,7 @@ VLLM = {
     "--enable-prefix-caching": "--prefix-cache",
     "--no-enable-prefix-caching": "use --prefix-cache none",
     "--enable-chunked-prefill": "leave it out: prompts longer than --max-num-batched-tokens are always computed in chunks",
-    "--speculative-config": "use --speculation suffix",
+    "--speculative-config": "use --speculation suffix, or draft with --draft-model MODEL",
     "--speculative-model": "use --speculation draft --draft-model MODEL, or suffix, which drafts from the text itself",
     "--distributed-executor-backend": "leave it out: `tightwire serve` starts its ranks",
     "--disable-custom-all-reduce": "use --allreduce native",

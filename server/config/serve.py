@@ -130,9 +130,10 @@ class EngineOptions:
         tokens, want = self.max_num_batched_tokens, f"at least --max-num-seqs ({self.max_num_seqs})"
         want += ", or running sequences could not all take a step"
         require(tokens >= self.max_num_seqs, "max_num_batched_tokens", tokens, want)
-        drafts, want = self.speculation == "draft", "given with --speculation draft, and only with it"
+        drafts = self.speculation == "draft"
+        want = "a small model's name with --speculation draft, and left out without it"
         require(bool(self.draft_model) == drafts, "draft_model", self.draft_model, want)
-        want = "another with --kv-offload: a draft model has its keys and values on rank 0's device"
+        want = "other than draft with --kv-offload: a draft model has its keys and values on rank 0's device"
         require(not (drafts and self.kv_offload), "speculation", self.speculation, want)
 
 

@@ -64,7 +64,8 @@ class ModelDrafter(Drafter):
         self._head_s_H, self._covered_H = np.zeros(len(_HEADS)), np.array(_FIRST_COVERED)
         same = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
         given = {name: getattr(limits, name) for name in same}
-        self._limits = Limits(**given, num_blocks=limits.num_blocks * num_replicas)
+        shared = "none" if limits.prefix_cache == "none" else "prompts"
+        self._limits = Limits(**given, num_blocks=limits.num_blocks * num_replicas, prefix_cache=shared)
         self._sequences = Sequences(self._limits, EngineCounters())
         self._own: dict[Request, Request] = {}  # the sequences as its cache has them
         self._drafts: dict[Request, _Draft] = {}
@@ -98,7 +99,7 @@ class ModelDrafter(Drafter):
         self._follow_text(requests, spent_s)
         tokens_H = 1 + self._rate * self._covered_H
         self._size = int(self._sizes_H[np.argmax(tokens_H / (self.times.of(num_rows) + self._head_s_H))])
-        for number in range(_MOST_TOKENS if num_rows <= 2 * num_seqs else 0):  # no prompt waits for the model
+        for number in range(_MOST_TOKENS if num_rows <= 2 * num_seqs else 0):  # no long prompt waits for the model
             if not (asked := self._worth_asking(number, spent_s) or self._tried(number)):
                 break
             spent_s += float(self._token_times.of(len(asked)))

@@ -109,11 +109,14 @@ class Scheduler:
             if self._may_run(request, policy) and request not in step.tokens and request not in held
         ]
         prompts = [request for request in rest if request.num_to_compute]
+        withheld = 0
         if prompts and self._under_way is not None and policy < self._limits.num_policies:  # they pass the stages
             whole = [(min(each.num_cached_tokens, each.num_computed), each.num_prompt_tokens) for each in prompts]
             rows = self._limits.chunks.choose(whole, prompts[0].num_computed, self._limits.num_stages)
-            step.budget = min(step.budget, rows)
+            withheld = max(0, step.budget - rows)
+            step.budget -= withheld
         self._fill_with_prompts(prompts, step)
+        step.budget += withheld
         if self._drafter is not None and not ahead and self.may_draft(len(self.sequences)):
             drafting = [each for each in step.tokens if not each.in_prompt and each.num_to_compute == 1]
             self._drafter.prepare(drafting, self.step_tokens - step.budget, len(step.tokens))

@@ -107,8 +107,8 @@ class DraftReport(msgspec.Struct, frozen=True):
     ]
 
     @classmethod
-    def of(cls, steps: int, tokens: int, accepted: int, chosen: int, comm: Iterable[Count]) -> Self:
-        """``chosen``: tokens of answers, for which the ranks made the sums that ``comm`` counts."""
+    def of(cls, steps: int, tokens: int, accepted: int, chosen: float, comm: Iterable[Count]) -> Self:
+        """``chosen``: tokens of answers, on average those of a replica; ``comm``: what rank 0 counted meanwhile."""
         sums = sum(count.calls for count in comm if (count.op, count.phase) == ("all_reduce", "decode"))
         return cls(steps, tokens, accepted, accepted / max(1, steps), chosen / sums if sums else None)
 
@@ -128,4 +128,4 @@ class EngineStats(RankCounts, frozen=True):
     def drafts(self) -> DraftReport:
         own = self.counters
         drafted = own.num_drafts, own.num_draft_tokens, own.num_accepted_draft_tokens
-        return DraftReport.of(*drafted, own.num_generation_tokens, self.comm)
+        return DraftReport.of(*drafted, own.num_generation_tokens / max(1, len(self.loads)), self.comm)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -84,7 +85,7 @@ class Decision:
         if plan.overlap:
             lines.append("overlap: one half of a prompt's step is computed while the other half's sums are on the wire")
         if plan.plan_ahead:
-            lines.append("plan-ahead: each step is planned and launched while the one before it runs")
+            lines.append("plan-ahead: each step without drafts is planned and launched while the one before it runs")
         if plan.adapters is not None:
             lines.append(describe_adapters(plan.adapters, [rank.adapters for rank in self.budget.ranks]))
         if self.comm is not None:
@@ -107,20 +108,20 @@ def prepare(
     ``stopped`` is called several times a second during a fetch, which stops within FETCH_STOPS_S once it returns True.
     ``settle``: see ``Hosts``; it is called if ``--layout auto`` has a choice, which needs a wire between ranks.
     """
-    name = config.model.model
 
-    def fetching(fraction: float) -> None:
+    def fetching(name: str | None, fraction: float) -> None:
         if stopped():
             raise ModelError(f"stopped while fetching {name}")
         display.stage(f"downloading {name}", fraction)
 
-    config, checkpoint = open_model(config, fetching)
+    config, checkpoint = open_model(config, partial(fetching, config.model.model))
     formats = formats_of(checkpoint, config.model.quantization)
     files = Files(exist=checkpoint.path is not None, prepared=checkpoint.prepared)
     choice = None
     if config.parallel.layout == "auto" and config.parallel.tp > 1 and link is not None:
         choice = settle(lambda room: choose_auto(config, checkpoint, formats, link, room))
-    draft = None if config.hosts.node_rank else open_draft(config, checkpoint, fetching)  # rank 0 is on node 0
+    name = config.engine.draft_model  # rank 0, which drafts, is on node 0
+    draft = None if config.hosts.node_rank else open_draft(config, checkpoint, partial(fetching, name))
     given = config, checkpoint.config, formats, link
     decision = decide(*given, files=files, model_id=fingerprint(checkpoint), choice=choice, draft=draft)
     note = (f"the checkpoint is quantized: {checkpoint.note}",) if checkpoint.note else ()

@@ -3,12 +3,15 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.model.tiny_gguf import make_tiny_gguf
+from helpers.server.draft_engine import drafting_engine
 from helpers.server.local_engine import LocalEngine, continue_prompts, local_engine
 from tiny import make_tiny
 from torch import Tensor
@@ -99,14 +102,36 @@ def test_two_halves_of_a_prompt_share_a_layer(checkpoint: Checkpoint, dtype: tor
             OrderCheck().check([*weights.pool.events])  # the lane goes on
 
 
+def _drafting_by_text(checkpoint: Checkpoint, **options: Any) -> AbstractContextManager[LocalEngine]:
+    drafter = Drafter(max_tokens=8, longest=8, shortest=1, num_places=8, num_recent=500)
+    return local_engine(checkpoint, drafter=drafter, **options)
+
+
+@contextmanager
+def _drafting_by_a_model(checkpoint: Checkpoint, **options: Any) -> Iterator[LocalEngine]:
+    """The model drafts for itself, with resident weights."""
+    with drafting_engine({"itself": checkpoint}, "itself", text=False, **options) as (local, _, _):
+        yield local
+
+
+# The text repeats itself; the model knows what is most likely.
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_drafted_step_reads_each_layer_once(checkpoint: Checkpoint, tp: int) -> None:
+@pytest.mark.parametrize(
+    ("drafting", "settings"),
+    [
+        (_drafting_by_text, {"temperature": 0.8, "seed": 5, "frequency_penalty": -1.5}),
+        (_drafting_by_a_model, {"temperature": 0.0}),
+    ],
+    ids=["text", "model"],
+)
+def test_a_drafted_step_reads_each_layer_once(
+    checkpoint: Checkpoint, drafting: Callable[..., Any], settings: dict[str, Any], tp: int
+) -> None:
     """A checked token costs no layer of its own: steps, and with them reads, become fewer, and no bit changes."""
-    settings = {"max_tokens": 40, "temperature": 0.8, "seed": 5, "frequency_penalty": -1.5}  # repeats itself
     texts, reads = [], []
-    for drafter in (None, Drafter(max_tokens=8, longest=8, shortest=1, num_places=8, num_recent=500)):
-        with local_engine(checkpoint, tp=tp, weight_plan=plan_for(6, "host"), drafter=drafter) as local:
-            texts.append(continue_prompts(local.engine, PROMPTS, **settings))
+    for make in (local_engine, drafting):
+        with make(checkpoint, tp=tp, weight_plan=plan_for(6, "host")) as local:
+            texts.append(continue_prompts(local.engine, PROMPTS, max_tokens=40, **settings))
             for weights in streamed_of(local):
                 OrderCheck().check([*weights.pool.events])  # the lane goes on
             used = [event for event in [*next(streamed_of(local)).pool.events] if event.kind == "use"]

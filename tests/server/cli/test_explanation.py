@@ -10,6 +10,7 @@ from tiny import make_tiny
 
 from tightwire.comm.group.numa import NumaNode
 from tightwire.model.families import family_named
+from tightwire.server.cli import explanation
 from tightwire.server.cli.explain import explain
 from tightwire.server.plan import run_plan
 
@@ -61,6 +62,19 @@ def test_what_serve_refuses_is_not_explained(
     assert explain([str(path), "--device", "cpu", *options]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and message in captured.err
+
+
+def test_what_rank_0_drafts_with_is_in_its_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed: list[list[int]] = []
+    monkeypatch.setattr(explanation, "describe_nodes", lambda config, device, each: fixed.append(each) or [])
+    model, draft = (str(make_tiny(tmp_path / name)) for name in ("m", "d"))
+    for options in ([], ["--speculation", "draft", "--draft-model", draft]):
+        assert explain([model, "--tp", "2", "--device", "cpu", *options]) == 0
+    without, shown = " ".join(capsys.readouterr().out.split()).split("rank 0 drafts with d")
+    assert "drafts" not in without.rpartition("speculation:")[0] and "of weights" in shown
+    assert fixed[1][0] > fixed[0][0] and fixed[1][1] == fixed[0][1]
 
 
 def _two_nodes() -> tuple[NumaNode, ...]:

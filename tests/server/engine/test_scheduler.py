@@ -1,5 +1,6 @@
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.step import ints
+from tightwire.server.config.chunks import ChunkSizes
 from tightwire.server.config.limits import Limits
+from tightwire.server.engine.drafts import Drafter
 from tightwire.server.engine.request import Request, make_request
 from tightwire.server.engine.scheduler import Scheduler
 from tightwire.server.engine.step_builder import ScheduledStep
@@ -416,3 +419,42 @@ def test_a_pool_smaller_than_a_longest_sequence_is_refused() -> None:
         ValueError, match=f"holds {most - 1} blocks of 4 = 396 tokens, less than one sequence of max_model_len=400"
     ):
         Limits(**given, num_blocks=most - 1)
+
+
+class _Noting(Drafter):
+    """Drafts two tokens, and notes the rows and sequences that the step has without them."""
+
+    def __init__(self) -> None:
+        super().__init__(max_tokens=2, longest=1, shortest=1)
+        self.told: list[tuple[int, int]] = []
+
+    def prepare(self, requests: Sequence[Request], num_rows: int, num_seqs: int) -> None:
+        self.told.append((num_rows, num_seqs))
+
+    def draft(self, request: Request, room: int, num_rows: int = 1, num_seqs: int = 1) -> list[int]:
+        return [7, 7][:room]
+
+
+class _FourRows(ChunkSizes):
+    def choose(self, *_: Any) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_rows_that_a_short_chunk_leaves_are_no_rows_of_the_step(pipeline: bool) -> None:
+    """Drafts may take them, and a drafter is told the rows that are there."""
+    drafter = _Noting()
+    scheduler = Scheduler(limits(num_stages=2, pipeline=pipeline, chunks=_FourRows()), drafter)
+    first, second = request(3, "first"), request(30, "second")
+    scheduler.sequences.add(first)
+    while first.in_prompt or first.num_to_compute != 1:
+        run(scheduler)
+    scheduler.sequences.add(second)
+    step = run(scheduler)
+    while "first" not in shares(step):  # in hybrid it waits until its prompt has passed the stages
+        step = run(scheduler)
+    assert drafter.told[-1] == (5, 2)
+    assert {chunk.request.id: (chunk.num_rows, len(chunk.draft)) for chunk in step.chunks} == {
+        "first": (3, 2),
+        "second": (4, 0),
+    }

@@ -1,5 +1,6 @@
 """Plans with a draft model: the memory that it takes on rank 0, and what is refused before anything starts."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ from tiny import make_tiny
 
 from tightwire.comm.group.group import in_process_groups
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.open import open_checkpoint
+from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.progress import Progress
 from tightwire.server.config.flags import make_config
 from tightwire.server.config.limits import BLOCK_SIZE
-from tightwire.server.plan import setting
+from tightwire.server.plan import run_plan, setting
 from tightwire.server.plan.run_plan import prepare
 from tightwire.server.plan.setting import choose_activations
 
@@ -75,17 +76,40 @@ def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculation": "draft"}, "--draft-model must be given with --speculation draft, and only with it, got None"),
-        ({"draft_model": "x"}, "--draft-model must be given with --speculation draft, and only with it, got 'x'"),
+        (
+            {"speculation": "draft"},
+            "--draft-model must be a small model's name with --speculation draft, and left out without it, got None",
+        ),
+        (
+            {"draft_model": "x"},
+            "--draft-model must be a small model's name with --speculation draft, and left out without it, got 'x'",
+        ),
         (
             {"speculation": "draft", "draft_model": "x", "kv_offload": True},
-            "--speculation must be another with --kv-offload: a draft model has its keys and values",
+            "--speculation must be other than draft with --kv-offload: a draft model has its keys and values",
         ),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_config(options)
+
+
+def test_the_model_that_is_fetched_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def fetch(name: str, seed: int, progress: Callable[[float], None]) -> Checkpoint:
+        progress(0.5)
+        return open_checkpoint(str(model), seed)
+
+    class Heard(Progress):
+        def stage(self, name: str, fraction: float, rank: int = 0) -> None:
+            shown.append(name)
+
+    monkeypatch.setattr(run_plan, "open_checkpoint", fetch)
+    flags = {"model": "large", "draft_model": "small", "speculation": "draft", "device": "cpu"}
+    prepare(make_config({**flags, "kv_cache_memory": 1 << 20}), Heard(1))
+    assert shown == ["downloading large", "downloading small"]
 
 
 def test_the_first_stage_of_a_pipeline_has_the_draft_model(model: Path) -> None:

@@ -3,8 +3,8 @@
 import json
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,28 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.model.family_models import make_family_folder
 from helpers.model.lora import make_adapter
+from helpers.model.tiny_gguf import make_tiny_gguf
+from helpers.server.draft_engine import SIZES, drafting_engine
 from helpers.server.local_engine import LocalEngine, continue_prompts, local_engine, run_to_end
+from helpers.server.mixed_requests import mixed_requests, tokens_and_scores
 from msgspec.structs import replace
 from tiny import make_tiny
 
-from tightwire.comm.group.group import in_process_groups
-from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.layout import make_layout
+from tightwire.kernels.spec.packed import PackedMatrix
+from tightwire.model.families import family_named
 from tightwire.model.open import Checkpoint, open_checkpoint
-from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.stages import divide_layers
 from tightwire.model.step import make_plan
 from tightwire.model.weights import WeightPlan
-from tightwire.server.config.limits import Limits
-from tightwire.server.engine.draft_runner import DraftRunner
-from tightwire.server.engine.drafts import RowTimes
-from tightwire.server.engine.model_drafts import ModelDrafter
 from tightwire.server.ipc.messages import AddRequest, Output
 
-_SIZES: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 48, "num_blocks": 64}
 _PROMPTS = [[*range(1, 40)], [5, 6, 7], [9] * 70, [*range(100, 117)]]
 
 
@@ -51,61 +48,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
         "itself": open_checkpoint(str(make_tiny(folder / "target", num_hidden_layers=3))),
         "another": open_checkpoint(str(make_tiny(folder / "other", seed=5, **other))),
     }
-
-
-class Constant(RowTimes):
-    """Every step takes as long, whatever is measured."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def learn(self, num_rows: int, seconds: float) -> None:
-        assert seconds > 0
-
-    def of(self, num_rows: Any) -> np.ndarray:
-        return np.full(np.shape(num_rows), self._seconds)
-
-
-class Counting:
-    """A runner that keeps the rows of its steps."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner, self.rows, self.sizes = DraftRunner(runner), list[int](), set[int]()
-        self.num_ids = self._runner.num_ids
-
-    def execute(self, plan: Any, num_ids: int) -> Any:
-        self.rows.append(plan.num_rows)
-        self.sizes.add(num_ids)
-        return self._runner.execute(plan, num_ids)
-
-
-@contextmanager
-def drafting_engine(
-    models: dict[str, Checkpoint],
-    draft: str,
-    dtype: torch.dtype = torch.float32,
-    token_s: float = 0.0,
-    text: bool = True,
-    **options: Any,
-) -> Iterator[tuple[LocalEngine, ModelDrafter, Counting]]:
-    """``text``: what the text has follows the model's tokens."""
-    given: dict[str, Any] = _SIZES | options
-    own, dp = models[draft], given.get("dp", 1)
-    runner = build_runner(
-        own.config,
-        own.reader(),
-        make_layout(own.config, 1),
-        RankGroups(in_process_groups(1)[0]),
-        RunnerOptions(dtype=dtype, max_model_len=256, num_blocks=given["num_blocks"] * dp, block_size=16),
-    )
-    limits = {name: given[name] for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks")}
-    counting = Counting(runner)
-    drafter = ModelDrafter(counting, Limits(**limits, block_size=16), models["itself"].config.vocab_size, dp)  # pyright: ignore[reportArgumentType]
-    drafter.max_tokens *= text
-    drafter.times, drafter._token_times = Constant(1.0), Constant(token_s)
-    with local_engine(models["itself"], dtype=dtype, drafter=drafter, **given) as local:
-        yield local, drafter, counting
-    runner.close()
 
 
 def plain_texts(models: dict[str, Checkpoint], dtype: torch.dtype = torch.float32, **options: Any) -> Any:
@@ -140,6 +82,27 @@ def test_texts_are_those_without_a_draft_to_the_bit(
         assert drafter._sequences.pool.num_free == 64, "all have ended"
 
 
+@pytest.mark.parametrize("kind", ["packed", "windows"])
+def test_a_draft_of_another_kind_drafts_with_a_part_of_its_head(
+    kind: str, models: dict[str, Checkpoint], tmp_path: Path
+) -> None:
+    """The target in 4 bits; and a model whose layers have windows, shorter than the texts, which drafts for itself."""
+    if kind == "packed":
+        packed = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", "Q4_1", num_hidden_layers=3)))
+        given, num_blocks = models | {"packed": packed}, 64
+    else:
+        folder = make_family_folder(family_named("Gemma 3"), tmp_path, max_position_embeddings=512)
+        given, num_blocks = dict.fromkeys(("itself", "windows"), open_checkpoint(str(folder))), 384  # of six groups
+    wanted = plain_texts(given, num_blocks=num_blocks)
+    with drafting_engine(given, kind, text=False, num_blocks=num_blocks) as (local, drafter, counting):
+        assert isinstance(counting._runner._outer.head, PackedMatrix) == (kind == "packed")
+        drafter._head_s_H = np.array([0.2, 0.1, 0.1, 0.1])  # against a step of 1 s
+        assert run(local) == wanted
+        counters = local.engine.stats().counters
+    assert drafter._sizes_H[1] in counting.sizes
+    assert counters.num_draft_tokens > 20 and counters.num_accepted_draft_tokens > 0
+
+
 def test_a_model_that_drafts_for_itself_is_right(models: dict[str, Checkpoint]) -> None:
     with drafting_engine(models, "itself", text=False) as (local, _, counting):
         continue_prompts(local.engine, _PROMPTS[:1], max_tokens=69)
@@ -149,36 +112,20 @@ def test_a_model_that_drafts_for_itself_is_right(models: dict[str, Checkpoint]) 
         assert len(counting.rows) == 1 + counters.num_draft_tokens
 
 
-def _mixed_requests() -> list[AddRequest]:
-    """Requests with common beginnings, seeds, penalties and scores."""
-    rng = random.Random(3)
-    stems = [[rng.randrange(256) for _ in range(60)] for _ in range(3)]
-    requests = []
-    for number in range(12):
-        prompt = rng.choice(stems)[: rng.randint(1, 60)] + [rng.randrange(256) for _ in range(rng.randint(1, 20))]
-        params = SamplingParams(
-            max_tokens=rng.choice([1, 40, 70]),
-            temperature=rng.choice([0.0, 1.0]),
-            seed=number,
-            top_k=rng.choice([0, 5]),
-            frequency_penalty=rng.choice([0.0, 0.5]),
-            logprobs=rng.choice([None, 2]),
-            ignore_eos=True,
-        )
-        requests.append(AddRequest(str(number), prompt, params))
-    return requests
-
-
 @pytest.fixture(scope="module")
-def alone(models: dict[str, Checkpoint]) -> dict[str, list[int]]:
-    """The answer of each of the mixed requests by itself, without drafts."""
-    answers = {}
-    with local_engine(models["itself"], max_model_len=256) as local:
-        for request in _mixed_requests():
-            local.engine.add(request)
-            (outputs,) = run_to_end(local.engine).values()
-            answers[request.id] = [token for output in outputs for token in output.token_ids]
-    return answers
+def alone(models: dict[str, Checkpoint]) -> Callable[[int], dict[str, Any]]:
+    """The answer of each of the mixed requests by itself in an engine of so many ranks without drafts, computed once."""
+
+    def compute(tp: int) -> dict[str, Any]:
+        answers = {}
+        with local_engine(models["itself"], tp=tp, max_model_len=256) as local:
+            for request in mixed_requests():
+                local.engine.add(request)
+                (outputs,) = run_to_end(local.engine).values()
+                answers[request.id] = tokens_and_scores(outputs)
+        return answers
+
+    return cache(compute)
 
 
 @pytest.mark.parametrize(
@@ -191,18 +138,18 @@ def alone(models: dict[str, Checkpoint]) -> dict[str, list[int]]:
     ],
     ids=["replicas", "preempted", "answers cached", "streamed"],
 )
-def test_mixed_requests_get_the_text_that_each_gets_alone(
-    draft: str, options: dict[str, Any], models: dict[str, Checkpoint], alone: dict[str, list[int]]
+def test_mixed_requests_get_the_text_and_scores_that_each_gets_alone_without_drafts(
+    draft: str, options: dict[str, Any], models: dict[str, Checkpoint], alone: Callable[[int], dict[str, Any]]
 ) -> None:
-    """In random order, some cancelled."""
-    requests, rng = _mixed_requests(), random.Random(8)
+    """To the bit, in random order, some cancelled."""
+    requests, rng = mixed_requests(), random.Random(8)
     with drafting_engine(models, draft, **options) as (local, drafter, _):
-        waiting, told, cancelled = list(requests), dict[str, list[int]](), set[str]()
+        waiting, told, cancelled = list(requests), dict[str, list[Output]](), set[str]()
         while waiting or local.engine.has_work():
             for _ in range(min(len(waiting), rng.randrange(8))):
                 local.engine.add(waiting.pop(0))
             for output in local.engine.step().outputs:
-                told.setdefault(output.id, []).extend(output.token_ids)
+                told.setdefault(output.id, []).append(output)
                 if output.finish_reason is None and rng.random() < 0.03:
                     local.engine.cancel([output.id])
                     cancelled.add(output.id)
@@ -211,9 +158,11 @@ def test_mixed_requests_get_the_text_that_each_gets_alone(
         assert drafter._sequences.pool.num_free == drafter._limits.num_blocks, "blocks of ended sequences are free"
     assert counters.num_draft_tokens > 0 and cancelled
     assert counters.num_preemptions > 0 or "num_blocks" not in options
-    for name, tokens in told.items():
-        assert tokens == alone[name][: len(tokens)], name
-        assert name in cancelled or len(tokens) == len(alone[name]), name
+    wanted = alone(options.get("tp", 1))
+    for name, outputs in told.items():
+        for own, whole in zip(tokens_and_scores(outputs), wanted[name], strict=True):
+            assert own == whole[: len(own)], name
+            assert name in cancelled or len(own) == len(whole), name
 
 
 _SCHEMA = {
@@ -228,8 +177,8 @@ _SCHEMA = {
 }
 
 
-def _constrained_requests(num_adapters: int) -> list[AddRequest]:
-    """A prompt with n = 3, greedy and with seeds, in JSON by a schema and free, with each adapter and without."""
+def _constrained_requests() -> list[AddRequest]:
+    """A prompt with n = 3, greedy and with seeds, in JSON by a schema and free, with each of two adapters and without."""
     schema, prompt = make_grammar("json", _SCHEMA), list(b"Write about Ida.")
     kinds: dict[str, dict[str, Any]] = {
         "json": {"grammar": schema, "temperature": 0.0, "max_tokens": 60},
@@ -248,7 +197,7 @@ def _constrained_requests(num_adapters: int) -> list[AddRequest]:
     }
     return [
         AddRequest(f"{name}@{adapter}", prompt, SamplingParams(**params), adapter=adapter)
-        for adapter in range(num_adapters + 1)
+        for adapter in range(3)
         for name, params in kinds.items()
     ]
 
@@ -257,24 +206,26 @@ _LAYOUTS: dict[str, Any] = {
     "tensor": {"tp": 2},
     "hybrid": {"tp": 2, "stages": divide_layers(3, [1, 1])},
     "pipeline": {"tp": 2, "stages": replace(divide_layers(3, [1, 1]), pipeline=True)},
+    "stages of two": {"tp": 4, "stages": replace(divide_layers(3, [1, 1]), ranks_each=2)},
 }
 
 
-@pytest.mark.parametrize("draft", ["itself", "another"])
-@pytest.mark.parametrize("layout", _LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "draft"),
+    [
+        *((layout, draft) for layout in ("tensor", "hybrid", "pipeline") for draft in ("itself", "another")),
+        pytest.param("stages of two", "itself", marks=pytest.mark.slow),
+    ],
+)
 def test_grammars_adapters_and_n_have_the_text_without_drafts_in_any_batch(
     layout: str, draft: str, models: dict[str, Checkpoint], tmp_path: Path
 ) -> None:
-    """Alone without drafts, alone with them, and together in random order. Hybrid has no adapters."""
+    """Alone without drafts, alone with them, and together in random order."""
     pytest.importorskip("llguidance")
-    adapters = (
-        [] if layout == "hybrid" else [make_adapter(tmp_path / f"{i}", models["itself"].config, seed=i) for i in (1, 2)]
-    )
-    requests, options = (
-        _constrained_requests(len(adapters)),
-        {"adapters": adapters, "grammars": _masks(models["itself"]), **_LAYOUTS[layout]},
-    )
-    with local_engine(models["itself"], **(_SIZES | options)) as local:
+    adapters = [make_adapter(tmp_path / f"{i}", models["itself"].config, seed=i) for i in (1, 2)]
+    requests = _constrained_requests()
+    options: dict[str, Any] = {"adapters": adapters, "grammars": _masks(models["itself"]), **_LAYOUTS[layout]}
+    with local_engine(models["itself"], **(SIZES | options)) as local:
         wanted = {request.id: _run_alone(local, request) for request in requests}
     with drafting_engine(models, draft, **options) as (local, drafter, _):
         assert {request.id: _run_alone(local, request) for request in requests} == wanted
@@ -349,6 +300,34 @@ def test_prompts_are_caught_up_a_step_at_a_time(models: dict[str, Checkpoint]) -
         counters = local.engine.stats().counters
         assert max(counting.rows) <= 48
         assert counters.num_accepted_draft_tokens > 10
+
+
+def test_no_prompt_waits_for_the_model(models: dict[str, Checkpoint]) -> None:
+    """A long prompt beside a sequence that has drafts before it, after it and not meanwhile."""
+    params = SamplingParams(max_tokens=56, temperature=0.0, ignore_eos=True)
+    short, long = AddRequest("short", [5, 6, 7], params), AddRequest("long", [7 * i % 200 for i in range(200)], params)
+    with local_engine(models["itself"], **SIZES) as local:
+        wanted = {request.id: _run_alone(local, request) for request in (short, long)}
+    steps = list[tuple[bool, int]]()  # with sequences that may have drafts: beside a prompt, and the model's rows
+    with drafting_engine(models, "itself", text=False) as (local, drafter, counting):
+        prepare = drafter.prepare
+
+        def recorded(requests: Any, num_rows: int, num_seqs: int) -> None:
+            before = len(counting.rows)
+            prepare(requests, num_rows, num_seqs)
+            if requests:
+                steps.append((num_rows > 2 * num_seqs, sum(counting.rows[before:])))
+
+        drafter.prepare = recorded  # type: ignore[method-assign]
+        local.engine.add(short)
+        early = [output for _ in range(3) for output in local.engine.step().outputs]
+        local.engine.add(long)
+        told = run_to_end(local.engine)
+    told["short"] = early + told["short"]
+    assert {name: _told(outputs) for name, outputs in told.items()} == wanted
+    beside = [number for number, (is_beside, _) in enumerate(steps) if is_beside]
+    assert len(beside) >= 4 and not any(steps[number][1] for number in beside)
+    assert any(rows for _, rows in steps[: beside[0]]) and any(rows for _, rows in steps[beside[-1] + 1 :])
 
 
 def test_a_draft_that_is_never_right_is_seldom_asked(models: dict[str, Checkpoint]) -> None:

@@ -1,5 +1,7 @@
 """Every configuration variant against transformers, in seconds, on a seeded two-layer Llama."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +205,13 @@ def test_computing_one_half_while_the_other_is_summed_changes_no_bit(
     assert calls[1] > calls[0], "no step was cut"
 
 
-_NGRAM = Drafter(max_tokens=4, longest=3, shortest=1)
-_SUFFIX = Drafter(max_tokens=16, longest=16, shortest=1, num_places=32, num_recent=500)
+_NGRAM = partial(Drafter, max_tokens=4, longest=3, shortest=1)
+_SUFFIX = partial(Drafter, max_tokens=16, longest=16, shortest=1, num_places=32, num_recent=500)
 
 
+@pytest.mark.parametrize("all_reduce", ["one-shot", "two-shot", "flash:int8-g64,int4-g64"])
 @pytest.mark.parametrize(
-    ("drafter", "temperature", "dtype"),
+    ("make_drafter", "temperature", "dtype"),
     [
         (_NGRAM, 0.0, torch.bfloat16),
         (_NGRAM, 1.0, torch.float32),
@@ -217,12 +220,16 @@ _SUFFIX = Drafter(max_tokens=16, longest=16, shortest=1, num_places=32, num_rece
     ],
     ids=["ngram, greedy", "ngram, drawn", "suffix, greedy", "suffix, drawn"],
 )
-def test_guessed_tokens_change_no_bit(drafter: Drafter, temperature: float, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_guessed_tokens_change_no_bit(
+    make_drafter: Callable[[], Drafter], temperature: float, dtype: torch.dtype, all_reduce: str, tmp_path: Path
+) -> None:
+    """A row is whole groups of the codecs, so rows of guesses change no row that is summed with them."""
     checkpoint = open_checkpoint(str(make_tiny(tmp_path)))
     settings = {"temperature": temperature, "seed": 7, "max_tokens": 48, "frequency_penalty": -1.0}  # repeats itself
+    options: dict[str, Any] = {"tp": 2, "dtype": dtype, "all_reduce": all_reduce, "max_model_len": 256}
     texts = []
-    for guessing in (None, drafter):
-        with local_engine(checkpoint, tp=2, dtype=dtype, max_model_len=256, max_num_seqs=4, drafter=guessing) as local:
+    for drafter in (None, make_drafter()):
+        with local_engine(checkpoint, **options, max_num_seqs=4, drafter=drafter) as local:
             texts.append(continue_prompts(local.engine, _PROMPTS, **settings))
     assert texts[0] == texts[1]
     stats = local.engine.stats()

@@ -67,13 +67,10 @@ def test_two_hosts_answer_as_without_drafts(layout: str, tmp_path: Path) -> None
         if layout == "tensor"
         else make_tiny(tmp_path / "draft", seed=5)
     )
-    config, loras = open_checkpoint(str(model)).config, []
-    if layout != "hybrid":
-        folders = {
-            name: make_adapter(tmp_path / name, config, seed=seed) for seed, name in enumerate(("poet", "clerk"))
-        }
-        loras = [argument for name, folder in folders.items() for argument in ("--lora", f"{name}={folder}")]
-    names = ["base", *(("poet", "clerk") if loras else ())]
+    config, adapters = open_checkpoint(str(model)).config, ("poet", "clerk")
+    folders = {name: make_adapter(tmp_path / name, config, seed=seed) for seed, name in enumerate(adapters)}
+    loras = [argument for name, folder in folders.items() for argument in ("--lora", f"{name}={folder}")]
+    bodies = _bodies(["base", *adapters])
     options = ("--port", "0", "--tp", "2", "--nnodes", "2", "--layout", layout, "--served-model-name", "base", *loras)
     options += ("--kv-cache-memory", "2MiB", "--max-model-len", "512", "--join-timeout-s", str(START_S / 2))
     told: dict[str, list[Any]] = {}
@@ -90,15 +87,15 @@ def test_two_hosts_answer_as_without_drafts(layout: str, tmp_path: Path) -> None
             ) as first,
         ):
             url = first.wait_ready(second)
-            told[speculation] = asyncio.run(_answers(url, _bodies(names), at_once=False))
-            assert asyncio.run(_answers(url, _bodies(names), at_once=True)) == told[speculation]
+            told[speculation] = asyncio.run(_answers(url, bodies, at_once=False))
+            assert asyncio.run(_answers(url, bodies, at_once=True)) == told[speculation]
             drafted = _counter(url, "draft_tokens_total")
             assert drafted > 0 if speculation == "draft" else drafted == 0
             if layout == "tensor" and speculation == "draft":
                 assert _counter(url, "accepted_draft_tokens_total") > 0, "the draft is the target"
             assert first.end() == 0
     assert told["draft"] == told["none"]
-    for body, choices in zip(_bodies(names), told["none"], strict=True):
+    for body, choices in zip(bodies, told["none"], strict=True):
         for choice in choices if "response_format" in body else ():
             assert (
                 choice["finish_reason"] == "length"

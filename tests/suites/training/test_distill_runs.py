@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.server.draft_engine import drafting_engine
 from helpers.server.local_engine import continue_prompts, local_engine
 from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
 from tiny import make_tiny
@@ -78,11 +79,15 @@ def test_a_draft_learns_and_its_export_drafts_for_the_target(tmp_path: Path) -> 
     assert draft.tokenizer().backend.get_vocab() == target.tokenizer().backend.get_vocab()
     asked = [each["tokens"][: -each["num_answered"]] for each in _answers(config)[:20]]
     with local_engine(target, max_model_len=64) as local:
-        answers = continue_prompts(local.engine, asked, max_tokens=4)
+        answers = continue_prompts(local.engine, asked, max_tokens=12)
     with local_engine(draft, max_model_len=64) as local:
         drafts = [continue_prompts(local.engine, [prompt], max_tokens=1)[0] for prompt in asked]
     right = sum(draft == answer[:1] for draft, answer in zip(drafts, answers, strict=True))
     assert right >= 5, "of 20 first tokens; by chance none of 304"
+    models = {"itself": target, "draft": draft}
+    with drafting_engine(models, "draft", text=False, max_model_len=64) as (local, _, _):  # 17 would have none
+        assert continue_prompts(local.engine, asked[:16], max_tokens=12) == answers[:16]
+        assert local.engine.stats().counters.num_accepted_draft_tokens > 0
 
 
 def test_a_stopped_run_resumes_to_the_bit_and_ranks_learn_the_same(tmp_path: Path) -> None:
