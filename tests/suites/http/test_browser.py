@@ -41,7 +41,6 @@ _SETUP = CommSetup(
     link=network_facts([PairFacts(nodes=(0, 1), round_trip_s=0.0004, jitter_s=0.00002, bytes_per_s=12.5e6)]),
     extra={"flash-int8": [_choice("flash-int8")]},
 )
-_TWO = planned(policies=("two-shot", "flash-int8"), allreduce="two-shot")
 
 
 @dataclass
@@ -102,7 +101,11 @@ def visit(browser: Any, engine: FakeEngine) -> Open:
     def open_page(
         path: str = "/", key: str | None = None, allowed: Sequence[str] = (), **options: Any
     ) -> Iterator[Visit]:
-        app = app_for(engine, info=_TWO if engine.comm_setup is _SETUP else INFO, http=HttpOptions(api_key=key))
+        setup = engine.comm_setup
+        assert setup is not None
+        names = [*(choice.algorithm for choice in setup.choices[:1]), *setup.extra]
+        info = planned(policies=tuple(names), allreduce=names[0]) if len(names) > 1 else INFO
+        app = app_for(engine, info=info, http=HttpOptions(api_key=key))
         with serve(app) as url:
             context = browser.new_context(viewport=options.pop("viewport", _DESK), **options)
             context.set_default_timeout(_TIMEOUT_MS)
@@ -234,6 +237,19 @@ def test_two_policies_answer_the_same_prompt(visit: Open, engine: FakeEngine) ->
     assert {request.params.max_tokens for request in engine.submitted} == {64}
 
 
+def test_a_prompt_in_stages_is_compared_with_one_in_tensors(visit: Open, engine: FakeEngine) -> None:
+    """A hybrid server has each policy twice; the second name sums the prompt's rows too."""
+    engine.script = says("The same.")
+    engine.comm_setup = msgspec.structs.replace(_SETUP, extra={"two-shot/tensor": [_choice("two-shot")]})
+    with visit("/#compare") as v:
+        v.see(".note", "the prompt is summed by all ranks")
+        v.say("Count.")
+        v.see(".comparison td", "the same")
+        rows = [row.inner_text().split("\t") for row in v.page.locator(".comparison tr").all()]
+        assert rows[0][1:] == ["two-shot", "two-shot/tensor", "ratio"]
+    assert [request.allreduce for request in engine.submitted] == [None, "two-shot/tensor"]
+
+
 def test_what_the_second_answer_has_not_written_yet_is_no_difference(visit: Open, engine: FakeEngine) -> None:
     engine.script = lambda request: [*("one two three" if request.allreduce is None else "one two four").encode()]
     with visit("/#compare") as v:
@@ -338,6 +354,9 @@ def test_the_dashboard_shows_load_and_policies(visit: Open, engine: FakeEngine) 
         v.see(".card td", "wrong, never used")
         v.see(".card td", "all reduce, decode")
         v.see(".card tr", "0 to 113 MB/s400 µs20.0 µs")
+        v.see(".tiles > div", "Drafted tokens right")
+        v.see(".tiles > div", "20 of 30")
+        v.see(".tiles > div", "2.00 a draft, 0.2500 tokens a sum")
         assert v.page.locator(".chart canvas").count() == 6
         v.page.select_option("#policy", "flash-int8")
         v.see(".card td", "flash-int8 was measured")
