@@ -1,6 +1,7 @@
 """Sampled answers with drafted tokens have the distribution of answers without: the model's own, filtered, place by place."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def shares(text: list[int], temperature: float, top_p: float, min_p: float) -> n
 @pytest.mark.parametrize(("temperature", "top_p", "min_p"), [(1.0, 1.0, 0.0), (1.5, 0.9, 0.0), (2.0, 1.0, 0.2)])
 def test_answers_with_drafts_have_the_models_distribution(temperature: float, top_p: float, min_p: float) -> None:
     """All answers of three tokens. Chi-square with at most 63 degrees of freedom exceeds 130 less than once in 10^6."""
-    filters = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+    filters: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
     counts = dict.fromkeys(itertools.product(range(VOCAB), repeat=3), 0)
     engine = Engine(
         runner=FakeRunner(LIMITS, VOCAB),
