@@ -436,7 +436,7 @@ class _Noting(Drafter):
 
 
 class _FourRows(ChunkSizes):
-    def choose(self, *_: Any) -> int:
+    def choose(self, prompts: Sequence[tuple[int, int]], start: int, num_stages: int) -> int:
         return 4
 
 

@@ -92,7 +92,8 @@ def test_a_draft_of_another_kind_drafts_with_a_part_of_its_head(
         given, num_blocks = models | {"packed": packed}, 64
     else:
         folder = make_family_folder(family_named("Gemma 3"), tmp_path, max_position_embeddings=512)
-        given, num_blocks = dict.fromkeys(("itself", "windows"), open_checkpoint(str(folder))), 384  # of six groups
+        windows = open_checkpoint(str(folder))
+        given, num_blocks = {"itself": windows, "windows": windows}, 384  # of six groups
     wanted = plain_texts(given, num_blocks=num_blocks)
     with drafting_engine(given, kind, text=False, num_blocks=num_blocks) as (local, drafter, counting):
         assert isinstance(counting._runner._outer.head, PackedMatrix) == (kind == "packed")
