@@ -44,7 +44,7 @@ class PlannedHosts:
     def __post_init__(self) -> None:
         require((self.hosts or 0) <= MAX_RANKS, "hosts", self.hosts, f"at most {MAX_RANKS}")
         for name in ("memory", "host_speed"):
-            num, want = len(getattr(self, name)), "one value, or one for each host, with --hosts N"
+            num, want = len(getattr(self, name)), "one value, or one for each of the hosts of --hosts N"
             require(num in (0, self.hosts) or num == 1 and self.hosts is not None, name, f"{num} values", want)
 
 
@@ -63,7 +63,7 @@ def explain(argv: Sequence[str]) -> int:
     refuse_serving_flags(parser, config)
     planned = make_options(PlannedHosts, parser, args)
     if planned.hosts and ("link" in args) == ("network" in args):
-        parser.error("--hosts needs one of --link 1gbit,latency=100us and --network, which a server has probed")
+        parser.error("--hosts needs --link 1gbit,latency=100us, or --network, which a server has probed, and not both")
     for flag in ("--tp", "--layout", "--nodes") if planned.hosts else ():
         if flag in (word.split("=")[0] for word in argv):
             parser.error(f"--hosts compares all layouts, with a rank on each host; leave {flag} out")

@@ -1,6 +1,8 @@
 """The layouts of a model on some hosts side by side: times, memory, and which one is best."""
 
+import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -80,7 +82,7 @@ def compare_layouts(
     room: Sequence[int] = (),
     shares: Sequence[float] | None = None,
 ) -> list[Row]:
-    """One host alone, then tensor by AllReduce, hybrid with the first AllReduce, and pipeline if it fits.
+    """One host alone, then tensor by AllReduce, hybrid with the first AllReduce, and pipeline.
 
     ``asked``: the sums, of a layout that sums. ``rates``: of each host. ``room``: the memory of each; empty: not limited.
     ``shares``: of each in tensors and stages, as stated; None: by the rates.
@@ -102,7 +104,7 @@ def compare_layouts(
     if len(rates) <= work.num_layers:
         by_prompt = divide_layers(work.num_layers, shares or work.speeds(rates, _PROMPT_ROWS)).layers
         found.append((predictor.times("hybrid", name, first, by_prompt), by_prompt))
-    if by_token := _token_stages(inputs, rates, work, room, shares):
+        by_token = _token_stages(inputs, rates, work, room, shares)
         found.append((predictor.times("pipeline", "", None, by_token), by_token))
     rows = []
     for times, stages in found:
@@ -130,20 +132,21 @@ def choose_layout(rows: Sequence[Row]) -> tuple[Row, str]:
 def _token_stages(
     inputs: MemoryInputs, rates: Sequence[HostRates], work: RowWork, room: Sequence[int], shares: Sequence[float] | None
 ) -> tuple[tuple[int, int], ...]:
-    """The stages of a pipeline: by the time of a crowd's token, as far as the memory allows; none: it does not."""
-    sizes, rows, most = layer_bytes(inputs), max(1, CROWD // len(rates)), None
-    if room:
-        largest = max(sizes) + _block_bytes(inputs) * -(-min(CONTEXT, inputs.model.max_positions) // BLOCK_SIZE)
-        ranks = rank_bytes(_in_stages(inputs, len(rates)), EVERYTHING_RESIDENT)
-        outer = sum(outer_bytes(inputs).values())
-        besides = _by_host([rank.fixed - rank.weights for rank in ranks], len(rates))
-        most = [(own - outer - beside) // largest for own, beside in zip(room, besides, strict=True)]
-    layer_s, head_s = work.layer_s(rates[0], rows, 0), work.head_s(rates[0], rows)
-    each_s = [layer_s * size / work.layer_bytes for size in sizes]
-    try:
-        return divide_layers(each_s, shares or work.speeds(rates, rows), last=head_s, most=most).layers
-    except ValueError:
-        return ()
+    """The stages of a pipeline: by the time of a crowd's token; if these do not fit, with as many layers as each host's memory holds."""
+    sizes, rows = layer_bytes(inputs), max(1, CROWD // len(rates))
+    layer_s, context = work.layer_s(rates[0], rows, 0), min(CONTEXT, inputs.model.max_positions)
+    each_s, speeds = [layer_s * size / work.layer_bytes for size in sizes], shares or work.speeds(rates, rows)
+    divide = partial(divide_layers, each_s, speeds, last=work.head_s(rates[0], rows))
+    stages = divide().layers
+    if all(map(operator.le, host_bytes(inputs, "pipeline", stages, context, len(rates)), room)):
+        return stages
+    largest = max(sizes) + _block_bytes(inputs) * -(-context // BLOCK_SIZE)
+    ranks, outer = rank_bytes(_in_stages(inputs, len(rates)), EVERYTHING_RESIDENT), outer_bytes(inputs)
+    besides = _by_host([rank.fixed - rank.weights for rank in ranks], len(rates))
+    besides[0], besides[-1] = besides[0] + outer["embedding"], besides[-1] + outer.get("head", outer["embedding"])
+    with suppress(ValueError):  # no stages fit, which their row says
+        stages = divide(most=[(own - beside) // largest for own, beside in zip(room, besides, strict=True)]).layers
+    return stages
 
 
 def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int, num_hosts: int) -> list[int]:

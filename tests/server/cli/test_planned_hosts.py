@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import make_tiny
 
 from tightwire.server.cli.explain import explain
 
@@ -12,9 +13,13 @@ SPEED = ("--host-speed", "50GB/s,900GFLOP/s")
 MODEL = "random:llama-3.2-1b"
 
 
-def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert explain([MODEL, *SPEED, "--json", *arguments]) == 0
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert explain([*arguments, *SPEED, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    return explained(capsys, MODEL, *arguments)
 
 
 def test_table_names_every_layout_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +39,17 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     by_name = {row["times"]["layout"]: row for row in data["layouts"]}
     assert by_name["hybrid"]["times"]["ttft_s"]["512"] < by_name["tensor"]["times"]["ttft_s"]["512"]
     assert len(by_name["pipeline"]["host_bytes"]) == 2 and by_name["hybrid"]["stages"] == [[0, 8], [8, 16]]
+
+
+def test_the_first_host_holds_the_model_that_drafts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model, draft = (str(make_tiny(tmp_path / name)) for name in ("m", "d"))
+    plain, with_draft = (
+        explained(capsys, model, "--hosts", "2", "--link", "1gbit", *options)["layouts"]
+        for options in ((), ("--speculation", "draft", "--draft-model", draft))
+    )
+    for row, other in zip(plain, with_draft, strict=True):
+        (first, *rest), (more, *same) = row["host_bytes"], other["host_bytes"]
+        assert first < more and rest == same
 
 
 def test_long_way_takes_a_pipeline_and_asks_for_a_cable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,17 +90,17 @@ def test_memory_that_holds_nothing_is_said(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hosts", "2"], "--hosts needs one of --link 1gbit,latency=100us and --network"),
+        (["--hosts", "2"], "--hosts needs --link 1gbit,latency=100us, or --network"),
         (["--hosts", "1", "--link", "1gbit"], "must be at least 2"),
         (["--hosts", "99", "--link", "1gbit"], "--hosts must be at most 64, got 99"),
         (["--hosts", "2", "--link", "1gbit", "--tp", "4"], "with a rank on each host; leave --tp out"),
         (["--hosts", "2", "--link", "1gbit", "--layout=pipeline"], "with a rank on each host; leave --layout out"),
         (["--hosts", "x", "--link", "1gbit"], "must be a whole number, got 'x'"),
         (["--hosts", "2", "--link", "fast"], "'fast' is not a link; write 200mbit"),
-        (["--memory", "1GiB"], "--memory must be one value, or one for each host, with --hosts N"),
+        (["--memory", "1GiB"], "--memory must be one value, or one for each of the hosts of --hosts N"),
         (
             ["--hosts", "3", "--link", "1gbit", "--memory", "1GiB,2GiB"],
-            "--memory must be one value, or one for each host",
+            "--memory must be one value, or one for each of the hosts of --hosts N, got '2 values'",
         ),
         (["--hosts", "2", "--link", "1gbit", "--host-speed", "9"], "'9' is not a host's speed; write"),
     ],

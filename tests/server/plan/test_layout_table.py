@@ -106,7 +106,14 @@ def test_stages_of_slower_hosts_are_shorter() -> None:
 def test_memory_moves_layers_of_a_pipeline_and_ends_layouts() -> None:
     alone, tensor, _, hybrid, pipeline = rows(room=11)
     assert not alone.fits and tensor.fits and not hybrid.fits and pipeline.fits
-    assert "pipeline" not in [row.times.layout for row in rows(room=5)]
+    assert rows(room=5)[-1].times.layout == "pipeline" and not rows(room=5)[-1].fits
+
+
+def test_a_limit_that_the_fastest_stages_keep_changes_nothing() -> None:
+    free = rows()[-1]
+    assert rows(room=(max(free.host_bytes) + 1) / GIB)[-1].stages == free.stages
+    less = rows(room=max(free.host_bytes) / GIB - 0.2)[-1]
+    assert less.fits and less.stages != free.stages and less.times.crowd_tokens_per_s < free.times.crowd_tokens_per_s
 
 
 def test_cables_take_hybrid_and_long_ways_take_a_pipeline() -> None:
