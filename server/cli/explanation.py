@@ -27,7 +27,6 @@ from tightwire.server.plan.run_plan import (
     describe_adapters,
     describe_draft,
     describe_nodes,
-    draft_inputs,
     open_draft,
     open_model,
     plan_adapters,
@@ -70,13 +69,12 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
     stages = decide_stages(config, model, formats, sums.decided, checkpoint.prepared is not None)
     adapters = plan_adapters(config.adapters, model)
     draft = open_draft(config, checkpoint)
-    own = draft and draft_inputs(config, draft, sums.decided)
     room = adapters and AdapterRoom(adapters.num_slots, adapters.max_rank)
-    inputs = memory_inputs(config, model, formats, sums.decided)
-    inputs = replace(inputs, stages=stages, num_replicas=config.parallel.dp, adapters=room, draft=own)
+    inputs = memory_inputs(config, model, formats, sums.decided, draft)
+    inputs = replace(inputs, stages=stages, num_replicas=config.parallel.dp, adapters=room)
     ranks = rank_bytes(inputs, EVERYTHING_RESIDENT)
     added = adapters and describe_adapters(adapters, [rank.adapters for rank in ranks])
-    drafts = draft and own and describe_draft(draft.name, own)
+    drafts = draft and inputs.draft and describe_draft(draft.name, inputs.draft)
     decision, request = sums.comm, next(iter(policy_requests(config, model).values()))
     assert decision is not None  # `explain` takes at least two ranks
     explained = explain(decision.chooser, request, decision.setting.elem_bytes, model.num_layers)

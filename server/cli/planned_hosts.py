@@ -22,7 +22,7 @@ from tightwire.server.plan.comm_decision import decide_sums
 from tightwire.server.plan.host_rates import measure_rates
 from tightwire.server.plan.layout_table import CONTEXT, Row, choose_layout, compare_layouts, memory_inputs, work_of
 from tightwire.server.plan.layout_times import CROWD, PROMPTS
-from tightwire.server.plan.run_plan import draft_inputs, open_draft, open_model
+from tightwire.server.plan.run_plan import open_draft, open_model
 from tightwire.server.plan.setting import decide_setting, obstacles
 from tightwire.sizes import aligned, format_bytes
 
@@ -55,8 +55,7 @@ def run(
     def table(link: LinkFacts, num: int) -> list[Row]:
         there, hosts, room = _on(config, num), [*islice(cycle(rates), num)], [*islice(cycle(memory), num)]
         asked = decide_sums(there, model, link, fingerprint(checkpoint))
-        own = draft and draft_inputs(there, draft, asked.decided)
-        inputs = replace(memory_inputs(there, model, formats, asked.decided), draft=own)
+        inputs = memory_inputs(there, model, formats, asked.decided, draft)
         found = compare_layouts(asked, inputs, link, hosts, room, there.parallel.tp_split)
         return [row for row in found if row.times.layout not in against]
 

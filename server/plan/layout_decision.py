@@ -69,7 +69,12 @@ def shares_of(parallel: ParallelOptions, num_parts: int) -> list[float]:
 
 
 def choose_auto(
-    config: ServeConfig, checkpoint: Checkpoint, formats: WeightFormats, link: LinkFacts, room: Sequence[int]
+    config: ServeConfig,
+    checkpoint: Checkpoint,
+    formats: WeightFormats,
+    link: LinkFacts,
+    room: Sequence[int],
+    draft: Checkpoint | None = None,
 ) -> LayoutChoice:
     """Choose the layout that is predicted to answer soonest, of those that work and fit; this host is measured for seconds.
 
@@ -88,7 +93,7 @@ def choose_auto(
         return LayoutChoice("tensor", "AllReduces are named, and stages sum no prompts")
     num_hosts, most = parallel.wire_nodes, config.weights.device_memory
     shares, each = shares_of(parallel, num_hosts), parallel.tp // num_hosts
-    inputs = layout_table.memory_inputs(config, model, formats, asked.decided)
+    inputs = layout_table.memory_inputs(config, model, formats, asked.decided, draft)
     own = measure_rates(inputs, layout_table.work_of(inputs), 1 if room else num_hosts)
     rates = [own.scaled(share / shares[0]) for share in shares]  # hosts are as fast as their shares say
     room = room or [available_host_bytes() // num_hosts] * num_hosts

@@ -15,10 +15,12 @@ from tightwire.comm.policy.schedule import HostRates
 from tightwire.model.cache.kv_cache import layer_block_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard, make_layout, whole_shard
+from tightwire.model.open import Checkpoint, formats_of
 from tightwire.model.stages import StagePlan, divide_layers
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, layer_tensors, outer_tensors, split_model
 from tightwire.server.config.limits import BLOCK_SIZE
+from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import SumDecision
 from tightwire.server.plan.layout_times import CROWD, REQUEST, Predictor, RowWork, Stages, Times, sums_of
@@ -27,6 +29,7 @@ from tightwire.server.plan.setting import DecidedSetting
 
 CONTEXT = 8192  # tokens of the KV cache in the memory of a host, or the model's context
 _PROMPT_ROWS = 256
+Draft = Checkpoint | None  # the model that drafts, in the formats of --quantization
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +61,11 @@ def work_of(inputs: MemoryInputs, ranks_each: int = 1) -> RowWork:
 
 
 def memory_inputs(
-    config: ServeConfig, model: LlamaConfig, formats: WeightFormats, decided: DecidedSetting
+    config: ServeConfig, model: LlamaConfig, formats: WeightFormats, decided: DecidedSetting, draft: Draft = None
 ) -> MemoryInputs:
-    """What the memory of a rank depends on; without pools, and all that the table of layouts does not ask for."""
+    """What a rank's memory depends on, without pools and what the table of layouts does not ask for. ``draft``: whole on rank 0."""
+    alone = replace(config, parallel=ParallelOptions())
+    own = draft and memory_inputs(alone, draft.config, formats_of(draft, config.model.quantization), decided)
     split = partial(split_ranks, model, formats, config.parallel)
     return MemoryInputs(
         model=model,
@@ -71,6 +76,7 @@ def memory_inputs(
         formats=formats.with_int8_activations() if config.model.activations == "int8" else formats,
         device=decided.setting.device,
         dtype=decided.dtype,
+        draft=own,
     )
 
 

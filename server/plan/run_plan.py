@@ -33,7 +33,6 @@ from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryErr
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool, rank_bytes, split_ranks
 from tightwire.server.plan.rank_setup import AdapterPlan, LayoutChoice, NamedPolicy, RunPlan, ServedAdapter
 from tightwire.server.plan.setting import (
-    DecidedSetting,
     check_all_reduce_names,
     choose_activations,
     choose_overlap,
@@ -117,11 +116,10 @@ def prepare(
     config, checkpoint = open_model(config, partial(fetching, config.model.model))
     formats = formats_of(checkpoint, config.model.quantization)
     files = Files(exist=checkpoint.path is not None, prepared=checkpoint.prepared)
-    choice = None
-    if config.parallel.layout == "auto" and config.parallel.tp > 1 and link is not None:
-        choice = settle(lambda room: choose_auto(config, checkpoint, formats, link, room))
-    name = config.engine.draft_model  # rank 0, which drafts, is on node 0
+    name, choice = config.engine.draft_model, None  # rank 0, which drafts, is on node 0
     draft = None if config.hosts.node_rank else open_draft(config, checkpoint, partial(fetching, name))
+    if config.parallel.layout == "auto" and config.parallel.tp > 1 and link is not None:
+        choice = settle(lambda room: choose_auto(config, checkpoint, formats, link, room, draft))
     given = config, checkpoint.config, formats, link
     decision = decide(*given, files=files, model_id=fingerprint(checkpoint), choice=choice, draft=draft)
     note = (f"the checkpoint is quantized: {checkpoint.note}",) if checkpoint.note else ()
@@ -183,13 +181,12 @@ def decide(
     stages = decide_stages(config, model, formats, decided, files.prepared is not None, choice.layers if choice else ())
     pooled = parallel.num_ranks, decided.gpus, config.weights.device_memory, config.hosts
     inputs = replace(
-        memory_inputs(config, model, formats, decided),
+        memory_inputs(config, model, formats, decided, draft),
         pools=_pools(setting.device, *pooled),
         num_replicas=parallel.dp,
         adapters=None if adapters is None else AdapterRoom(adapters.num_slots, adapters.max_rank),
         host_bytes=available_host_bytes(),
         stages=stages,
-        draft=None if draft is None else draft_inputs(config, draft, decided),
         feedback_elem_bytes=0 if comm is None else comm.feedback_elem_bytes,
     )
     asked = config.weights if stages is None else replace(config.weights, weights="resident")
@@ -309,12 +306,6 @@ def _pools(
         )
         for rank, gpu in zip(own, gpus, strict=False)
     ]
-
-
-def draft_inputs(config: ServeConfig, draft: Checkpoint, decided: DecidedSetting) -> MemoryInputs:
-    """What the memory of the model that drafts depends on: it is whole on rank 0, in the formats of --quantization."""
-    alone = replace(config, parallel=ParallelOptions())
-    return memory_inputs(alone, draft.config, formats_of(draft, config.model.quantization), decided)
 
 
 def describe_draft(name: str, inputs: MemoryInputs) -> str:
