@@ -22,6 +22,7 @@ from tightwire.model.weights.formats import WeightFormats, layer_tensors, outer_
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import ServeConfig
+from tightwire.server.config.weights import WeightOptions
 from tightwire.server.plan.comm_decision import SumDecision
 from tightwire.server.plan.layout_times import CROWD, REQUEST, Predictor, RowWork, Stages, Times, sums_of
 from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes, split_ranks
@@ -64,8 +65,8 @@ def memory_inputs(
     config: ServeConfig, model: LlamaConfig, formats: WeightFormats, decided: DecidedSetting, draft: Draft = None
 ) -> MemoryInputs:
     """What a rank's memory depends on, without pools and what the table of layouts does not ask for. ``draft``: whole on rank 0."""
-    alone = replace(config, parallel=ParallelOptions())
-    own = draft and memory_inputs(alone, draft.config, formats_of(draft, config.model.quantization), decided)
+    alone = partial(replace, config, parallel=ParallelOptions(), weights=WeightOptions())
+    own = draft and memory_inputs(alone(), draft.config, formats_of(draft, config.model.quantization), decided)
     split = partial(split_ranks, model, formats, config.parallel)
     return MemoryInputs(
         model=model,

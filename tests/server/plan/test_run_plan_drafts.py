@@ -65,6 +65,15 @@ def test_replicas_have_one_draft_model_with_a_cache_for_all(model: Path) -> None
     assert two[0].block - alone.block == 2 * (one[0].block - alone.block)
 
 
+def test_partitioned_weights_leave_the_draft_model_as_it_is(tmp_path: Path) -> None:
+    model = make_tiny(tmp_path / "model", num_hidden_layers=8)
+    plain, drafted = (plan_of(model, draft, dp=2, weights="partition") for draft in (None, model))
+    resident = plan_of(model, model, dp=2).budget.ranks[0]
+    first, alone = drafted.budget.ranks[0], plain.budget.ranks[0]
+    assert (first.draft, first.block) == (resident.draft, resident.block)
+    assert first.weights == alone.weights < resident.weights
+
+
 def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
     other = make_tiny(tmp_path / "other", vocab_size=320)
     with pytest.raises(
