@@ -1,6 +1,6 @@
 """Runs ``tightwire train`` and writes what each bucket of parameters did when, one file a rank, for ui.perfetto.dev.
 
-    torchrun --standalone --nproc-per-node 2 tools/training_timeline.py OUT pretrain-10m parallel.sharding=zero3 schedule.steps=6
+    torchrun --standalone --nproc-per-node 2 tools/training_timeline.py OUT pretrain-10m parallel.sharding=zero3 schedule.steps=6 schedule.warmup_steps=0
 
 OUT-rank-0.json and its like are Chrome traces with a row for each kind of work: gathering weights, computing, writing gradients
 and reducing them. The last line of rank 0 says which share of gathering and reducing ran beside computing.

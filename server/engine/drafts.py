@@ -97,10 +97,11 @@ class Drafter:
             odds = np.cumprod(np.multiply(shares, rates)).tolist()
             if sum(odds) > sum(best_odds):
                 best, best_odds, request.draft_basis = token_ids, odds, (length, shares)
-        num_allowed = len(best)
+        num_allowed = next((i + 1 for i, token_id in enumerate(best) if token_id in request.stop_ids), len(best))
         if best and request.params.grammar and self.grammars is not None:
             banned = self.grammars.banned(request, [*ahead, *best])[len(ahead) :]
-            num_allowed = next((i for i, token_id in enumerate(best) if banned[i][token_id]), num_allowed)
+            held = (i for i, token_id in enumerate(best[:num_allowed]) if banned[i][token_id])
+            num_allowed = next(held, num_allowed)
         return best[:num_allowed], best_odds[:num_allowed]
 
     def keep(self, request: Request) -> None:
@@ -109,8 +110,8 @@ class Drafter:
             self._recent.extend(array("i", [*request.token_ids[request.num_prompt_tokens :], _END]).tobytes())
             del self._recent[: -self.num_recent * _TOKEN_BYTES]
 
-    def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
-        """Record that the first ``num_right`` tokens of the last draft were right. Those behind the first wrong one were not judged."""
+    def learn(self, request: Request, num_drafted: int, num_right: int, chosen: Sequence[int]) -> None:
+        """Record that the first ``num_right`` tokens of the last draft were right, those behind the next one of ``chosen`` not judged."""
         (first, shares), rates = request.draft_basis, request.draft_rates
         for i, share in enumerate(shares[: min(num_drafted, num_right + 1)]):
             length = min(first + i, self.longest)

@@ -176,14 +176,13 @@ class Engine:
         """The output with a step's new tokens; the sequence's last one if it stops here."""
         request, finish_reason = new.chunk.request, new.finish_reason
         num_new = len(new.token_ids)
-        num_right = num_new - new.num_forced - 1  # drafted tokens
-        request.num_computed += num_right
+        request.num_computed += new.num_right
         self._counters.num_generation_tokens += num_new
         if new.chunk.draft and self._drafter is not None:
             self._counters.num_drafts += 1
             self._counters.num_draft_tokens += len(new.chunk.draft)
-            self._counters.num_accepted_draft_tokens += num_right
-            self._drafter.learn(request, len(new.chunk.draft), num_right)
+            self._counters.num_accepted_draft_tokens += new.num_right
+            self._drafter.learn(request, len(new.chunk.draft), new.num_right, new.chosen)
         is_first = request.num_output_tokens == num_new
         if is_first:
             self._counters.num_prompt_tokens += request.num_prompt_tokens
@@ -203,7 +202,7 @@ class Engine:
             first_token=first_token(request.at_first_step, self._times.read()) if is_first else None,
             num_cached_tokens=request.num_cached_tokens if is_first else 0,
             num_drafted=len(new.chunk.draft),
-            num_right=num_right,
+            num_right=new.num_right,
         )
 
     def _end(self, request: Request, finish_reason: str, message: str | None = None) -> Output:
@@ -212,7 +211,7 @@ class Engine:
 
     def _forget(self, request: Request, *, spoiled: bool = False) -> None:
         del self._requests[request.id]
-        self._begun_s = None
+        self._begun_s = self._begun_s if self._requests else None
         if request.adapter:
             self.adapters.end(request.adapter)
         if self._compiling.pop(request, None) is not None:

@@ -7,7 +7,7 @@ rows are not read, and their tokens not guessed.
 """
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -40,6 +40,7 @@ class _Draft:
     """One sequence's: the model's tokens with their classes, and the text's behind them. ``odds``: that each is right with those before."""
 
     room: int  # for tokens in all
+    most: int = 0  # of the model's tokens
     token_ids: list[int] = field(default_factory=list)
     classes: list[int] = field(default_factory=list)
     odds: list[float] = field(default_factory=list)
@@ -62,10 +63,12 @@ class ModelDrafter(Drafter):
         # The numbers of ids that a pass may choose among, its seconds with each, and the share of tokens that are there.
         self._sizes_H = np.array([self._num_ids, *(self._num_ids // each // 16 * 16 for each in _HEADS[1:])])
         self._head_s_H, self._covered_H = np.zeros(len(_HEADS)), np.array(_FIRST_COVERED)
-        same = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
+        same, num_blocks = ("max_num_seqs", "max_num_batched_tokens", "block_size"), limits.num_blocks * num_replicas
         given = {name: getattr(limits, name) for name in same}
+        # Windows may let the target hold longer sequences in as many blocks; the model drafts for those that it can hold.
+        given["max_model_len"] = min(limits.max_model_len, num_blocks * limits.block_size)
         shared = "none" if limits.prefix_cache == "none" else "prompts"
-        self._limits = Limits(**given, num_blocks=limits.num_blocks * num_replicas, prefix_cache=shared)
+        self._limits = Limits(**given, num_blocks=num_blocks, prefix_cache=shared)
         self._sequences = Sequences(self._limits, EngineCounters())
         self._own: dict[Request, Request] = {}  # the sequences as its cache has them
         self._drafts: dict[Request, _Draft] = {}
@@ -94,8 +97,10 @@ class ModelDrafter(Drafter):
         start_s, spent_s, self._base = perf_counter(), 0.0, (num_rows, num_seqs)
         for request in [request for request, own in self._own.items() if own.epoch != request.epoch]:
             self._sequences.remove(self._own.pop(request))  # it has ended, or was preempted
-        # The last token of an answer is chosen, not computed.
-        self._drafts = {each: _Draft(each.params.max_tokens - each.num_output_tokens - 1) for each in requests}
+        self._drafts = {}
+        for each in requests:
+            room = each.params.max_tokens - each.num_output_tokens - 1  # an answer's last token is chosen, not computed
+            self._drafts[each] = _Draft(room, min(room, self._limits.max_model_len - len(each.token_ids)))
         self._follow_text(requests, spent_s)
         tokens_H = 1 + self._rate * self._covered_H
         self._size = int(self._sizes_H[np.argmax(tokens_H / (self.times.of(num_rows) + self._head_s_H))])
@@ -112,15 +117,15 @@ class ModelDrafter(Drafter):
         request.draft_classes = draft.classes[:room]
         return [*draft.token_ids, *draft.text][:room]
 
-    def learn(self, request: Request, num_drafted: int, num_right: int) -> None:
-        for token_id in request.token_ids[-num_right - 1 :]:
+    def learn(self, request: Request, num_drafted: int, num_right: int, chosen: Sequence[int]) -> None:
+        for token_id in chosen:
             self._covered_H += WEIGHT / 4 * ((token_id < self._sizes_H) - self._covered_H)
         num = len(classes := request.draft_classes)
         for place, each in enumerate(classes[: num_right + 1]):
             self._rates[each] += WEIGHT / 2 * ((place < num_right) - self._rates[each])
             self._rate += WEIGHT / 2 * ((place < num_right) - self._rate)
         if num_right >= num:
-            super().learn(request, num_drafted - num, num_right - num)
+            super().learn(request, num_drafted - num, num_right - num, chosen)
 
     def time(self, chunks: Iterable[Chunk], seconds: float) -> None:
         super().time(chunks, seconds - self._spent_s)
@@ -144,30 +149,37 @@ class ModelDrafter(Drafter):
             draft.text, draft.text_odds = found[:num], odds[:num]
 
     def _worth_asking(self, number: int, spent_s: float) -> list[Request]:
-        """The sequences whose next token the model drafts; none if the step as it is makes more a second. Prompts must pay too."""
+        """The sequences whose next token the model drafts; none if the step as it is makes more a second.
+
+        Prompts must pay too: if they do not, it drafts for those without.
+        """
         more_M = np.arange(1, _MOST_TOKENS - number + 1)
         chances_M = np.cumsum(self._rate**more_M)  # tokens expected from so many more
-        asked = {
+        drafts = {
             request: draft
             for request, draft in self._drafts.items()
-            if len(draft.token_ids) == number < draft.room
+            if len(draft.token_ids) == number < draft.most
             and draft.chance >= _LEAST_CHANCE
             and draft.chance * chances_M[-1] > sum(draft.text_odds)
         }
         rows, tokens = self._totals()
         rate = tokens / (self.times.of(rows) + spent_s)
-        rows, tokens = self._totals(asked)
-        seconds_M = self.times.of(rows + len(asked) * more_M) + spent_s + self._token_times.of(len(asked)) * more_M
-        seconds_M += np.diff(self._token_times.of([1, 1 + sum(map(self._num_lacking, asked))])) / _PAID_IN
-        rates_M = (tokens + sum(draft.chance for draft in asked.values()) * chances_M) / seconds_M
-        return list(asked) if asked and rates_M.max() > rate else []
+        near = {request: draft for request, draft in drafts.items() if self._num_lacking(request) <= 2 * _MOST_TOKENS}
+        for asked in filter(None, (drafts, near)):
+            rows, tokens = self._totals(asked)
+            seconds_M = self.times.of(rows + len(asked) * more_M) + spent_s + self._token_times.of(len(asked)) * more_M
+            seconds_M += np.diff(self._token_times.of([1, 1 + sum(map(self._num_lacking, asked))])) / _PAID_IN
+            rates_M = (tokens + sum(draft.chance for draft in asked.values()) * chances_M) / seconds_M
+            if rates_M.max() > rate:
+                return list(asked)
+        return []
 
     def _tried(self, number: int) -> list[Request]:
         """The sequence that the model lacks least of, after many steps without a draft: it may have become right, or faster."""
         self._num_unasked = 0 if number else self._num_unasked + 1
         if self._num_unasked < _TRY_EVERY:
             return []
-        return sorted((each for each, draft in self._drafts.items() if draft.room > 0), key=self._num_lacking)[:1]
+        return sorted((each for each, draft in self._drafts.items() if draft.most > 0), key=self._num_lacking)[:1]
 
     def _num_lacking(self, request: Request) -> int:
         """The number of its tokens that the model has not computed."""
@@ -176,18 +188,17 @@ class ModelDrafter(Drafter):
     def _follow(self, request: Request) -> Request:
         """The draft model's sequence, with the tokens that the request and its draft have now."""
         token_ids = request.token_ids + self._drafts[request].token_ids
-        if self._num_ids < self._vocab_size:  # only prompts of ids have those of padding
+        if max(token_ids) >= self._num_ids:  # only prompts of ids have those of padding
             token_ids = [min(each, self._num_ids - 1) for each in token_ids]
         if (own := self._own.get(request)) is None:
             given = request.id, request.params, list(token_ids), request.num_prompt_tokens, request.stop_ids
             own = self._own[request] = Request(*given, 0.0, cache_salt=request.cache_salt, epoch=request.epoch)
             self._sequences.running.append(own)
-            self._sequences.advance(own)
         same = max(0, len(own.token_ids) - _MOST_TOKENS)
         while own.token_ids[same : same + 1] == token_ids[same : same + 1] != []:
             same += 1
         own.token_ids[same:] = token_ids[same:]
-        own.num_computed = min(own.num_computed, same)
+        own.num_computed = min(own.num_computed, same, len(token_ids) - 1)
         return own
 
     def _ask(self, asked: Sequence[Request]) -> None:
@@ -195,10 +206,13 @@ class ModelDrafter(Drafter):
         owns = {self._follow(request): request for request in asked}
         lengths = {own: len(own.token_ids) for own in owns}
         for number in range(2):  # the second for what is behind a prompt
-            step = StepBuilder(self._limits, self._limits.max_num_batched_tokens)
+            step, started = StepBuilder(self._limits, self._limits.max_num_batched_tokens), set[Hashable]()
             for own, length in lengths.items():
-                done = len(own.token_ids) > length or (number and own.in_prompt)
-                num_tokens = 0 if done else step.affordable(own)
+                self._sequences.advance(own)
+                block = self._sequences.prefixes.next_key(own) or own  # another with the same waits for it
+                waits = len(own.token_ids) > length or (number and own.in_prompt) or block in started
+                started.add(block)
+                num_tokens = 0 if waits else step.affordable(own)
                 if num_tokens and self._sequences.grow(own, num_tokens):
                     step.take(own, num_tokens)
             if not (chunks := step.chunks()):
@@ -230,3 +244,5 @@ class ModelDrafter(Drafter):
             draft.classes.append(each)
             draft.token_ids.append(int(token_id))
             own.token_ids.append(int(token_id))
+            if int(token_id) in request.stop_ids:
+                draft.room = draft.most = len(draft.token_ids)

@@ -6,6 +6,7 @@ A step that depends on the previous one's result is planned after it (docs/servi
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -141,6 +142,17 @@ class NewTokens:
             if self.finish_reason is None:
                 self.add(token_id, None)
                 self.num_forced += 1
+
+    @property
+    def chosen(self) -> list[int]:
+        """Its tokens that have logits."""
+        return self.token_ids[: len(self.token_ids) - self.num_forced]
+
+    @property
+    def num_right(self) -> int:
+        """How many of its drafted tokens were right: those at the beginning that were chosen too."""
+        pairs = zip(self.chosen, self.chunk.draft, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     @property
     def draft_held(self) -> bool:

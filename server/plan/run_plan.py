@@ -37,6 +37,7 @@ from tightwire.server.plan.setting import (
     choose_activations,
     choose_overlap,
     choose_plan_ahead,
+    decide_setting,
 )
 from tightwire.server.plan.weight_decision import IN_FILES, Files, as_prepared, decide_weights
 from tightwire.sizes import format_bytes
@@ -84,7 +85,7 @@ class Decision:
         if plan.overlap:
             lines.append("overlap: one half of a prompt's step is computed while the other half's sums are on the wire")
         if plan.plan_ahead:
-            lines.append("plan-ahead: each step without drafts is planned and launched while the one before it runs")
+            lines.append("plan-ahead: each step that may not have drafts is launched while the one before it runs")
         if plan.adapters is not None:
             lines.append(describe_adapters(plan.adapters, [rank.adapters for rank in self.budget.ranks]))
         if self.comm is not None:
@@ -138,7 +139,7 @@ def open_model(
 def open_draft(
     config: ServeConfig, checkpoint: Checkpoint, progress: Callable[[float], None] = lambda fraction: None
 ) -> Checkpoint | None:
-    """The model that drafts, fetched if necessary; None: there is none. ValueError: its vocabulary is not the model's."""
+    """The model that drafts, fetched if necessary; None: there is none. ValueError: it does not go with the model."""
     if (name := config.engine.draft_model) is None:
         return None
     draft = open_checkpoint(name, config.model.seed, progress=progress)
@@ -147,6 +148,12 @@ def open_draft(
         raise ValueError(
             f"--draft-model {name}: its vocabulary is not that of {checkpoint.name}, from token {unlike[0]} on ({unlike[1]!r} in "
             "one of them); give a model of the same vocabulary, such as a smaller one of the family"
+        )
+    made, dtype = draft.prepared, decide_setting(config, checkpoint.config).dtype
+    if made is not None and (made.tp, made.manifest.dtype) != (1, dtype):
+        raise ValueError(
+            f"--draft-model {name}: it was prepared for --tp {made.tp} in {made.manifest.dtype}, and rank 0 drafts with a whole "
+            f"model in {dtype}; make it with `tightwire prepare MODEL FOLDER --tp 1 --dtype {dtype}`"
         )
     return draft
 
@@ -313,8 +320,9 @@ def describe_draft(name: str, inputs: MemoryInputs) -> str:
     own = rank_bytes(inputs, EVERYTHING_RESIDENT)[0]
     products = choose_activations("fastest", inputs.device, inputs.formats.packed)
     return (
-        f"speculation: rank 0 drafts with {name} (activations in {products}), which takes {format_bytes(own.weights)} of weights and "
-        f"{format_bytes(own.activations)} of working space there, and a KV cache of as many tokens; no rank sums or receives more for it"
+        f"speculation: rank 0 drafts with {name} (made for {inputs.model.max_positions} tokens, activations in {products}), which takes "
+        f"{format_bytes(own.weights)} of weights and {format_bytes(own.activations)} of working space there, and a KV cache of as many "
+        "tokens; no rank sums or receives more for it"
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,8 @@ def drafting_engine(
     """The engine of the model ``itself``, in steps of 1 s. ``text``: what the text has follows the draft's tokens."""
     given: dict[str, Any] = SIZES | options
     dp = given.get("dp", 1)
-    runner = _load_draft(models[draft], dtype, given["max_model_len"], given["num_blocks"] * dp)
+    device = given.get("device", torch.device("cpu"))
+    runner = _load_draft(models[draft], dtype, given["max_model_len"], given["num_blocks"] * dp, device)
     limits = {name: given[name] for name in SIZES} | {"prefix_cache": given.get("prefix_cache", "prompts")}
     counting = Counting(runner)
     drafter = ModelDrafter(counting, Limits(**limits, block_size=16), models["itself"].config.vocab_size, dp)  # pyright: ignore[reportArgumentType]
@@ -71,13 +73,15 @@ def drafting_engine(
     runner.close()
 
 
-def _load_draft(checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, num_blocks: int) -> ModelRunner:
+def _load_draft(
+    checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, num_blocks: int, device: torch.device
+) -> ModelRunner:
     """The whole model as a server's rank 0 loads it: packed matrices are for activations in 8 bits, if there are kernels."""
     config, formats = checkpoint.config, formats_of(checkpoint, "auto")
-    if choose_activations("fastest", "cpu", formats.packed) == "int8":
+    if choose_activations("fastest", device.type, formats.packed) == "int8":
         formats = formats.with_int8_activations()
     options = RunnerOptions(
         dtype=dtype, max_model_len=max_model_len, num_blocks=num_blocks, block_size=16, formats=formats
     )
-    groups = RankGroups(in_process_groups(1)[0])
+    groups = RankGroups(replace(in_process_groups(1)[0], device=device))
     return build_runner(config, checkpoint.reader(), split_model(config, formats, 1), groups, options)

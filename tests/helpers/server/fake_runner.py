@@ -112,3 +112,15 @@ class FakeRunner(OneRank):
             assert len(set(np.concatenate(held).tolist())) <= limits.max_step_blocks, "more blocks than a step may need"
         rows = ints(plan.logit_rows)
         assert (np.diff(rows) > 0).all()
+
+
+class FakeDraftRunner:
+    """A ``DraftRunner`` over a model without weights, whose most likely tokens are those of a ``FakeRunner`` of the same limits."""
+
+    def __init__(self, limits: Limits, vocab_size: int) -> None:
+        self.num_ids, self._runner = vocab_size, FakeRunner(limits, vocab_size, counts_steps=False)
+        self.plans = self._runner.plans
+
+    def execute(self, plan: StepPlan, num_ids: int) -> Tensor | None:
+        logits_RV = self._runner.execute(plan)
+        return None if logits_RV is None else logits_RV[:, :num_ids]

@@ -3,8 +3,9 @@
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from helpers.server.draft_engine import Constant
 from helpers.server.fake_engine import INFO, VOCAB_SIZE, FakeEngine, byte_tokenizer
-from helpers.server.fake_runner import FakeRunner
+from helpers.server.fake_runner import FakeDraftRunner, FakeRunner
 
 from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.sampling.sampler import Sampler
@@ -12,6 +13,7 @@ from tightwire.model.text.tokenizer import END_OF_TURN_ID
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import DRAFTERS, Drafter
 from tightwire.server.engine.engine import Engine
+from tightwire.server.engine.model_drafts import ModelDrafter
 from tightwire.server.engine.request import RequestRules
 from tightwire.server.ipc.messages import AddRequest, Output
 
@@ -22,15 +24,16 @@ _LIMITS = Limits(
 
 @dataclass(kw_only=True)
 class SamplingEngine(FakeEngine):
-    """Each call of ``submit`` runs a new engine to its end."""
+    """Each call of ``submit`` runs a new engine to its end. ``speculation``: as the flag; a model that drafts costs no time."""
 
-    drafts: bool = False
-    suffix: bool = False
+    speculation: str = "none"
     plan_ahead: bool = False
 
     async def submit(self, requests: Sequence[AddRequest]) -> AsyncGenerator[Output, None]:
         self.submitted += requests
         grammars = GrammarMasks(VOCAB_SIZE, [END_OF_TURN_ID], byte_tokenizer().backend.to_str)
+        if (drafter := _drafter(self.speculation)) is not None:
+            drafter.grammars = grammars
         engine = Engine(
             runner=FakeRunner(_LIMITS, VOCAB_SIZE),
             sampler=Sampler(VOCAB_SIZE, grammars=grammars),
@@ -41,11 +44,7 @@ class SamplingEngine(FakeEngine):
                 eos_token_ids=frozenset([END_OF_TURN_ID]),
                 has_grammars=True,
             ),
-            drafter=DRAFTERS["suffix"]()
-            if self.suffix
-            else Drafter(max_tokens=4, longest=2, shortest=1)
-            if self.drafts
-            else None,
+            drafter=drafter,
             plan_ahead=self.plan_ahead,
         )
         for request in requests:
@@ -54,3 +53,18 @@ class SamplingEngine(FakeEngine):
             for output in engine.step().outputs:
                 self.num_outputs += 1
                 yield output
+
+
+def _drafter(speculation: str) -> Drafter | None:
+    match speculation:
+        case "none":
+            return None
+        case "ngram":
+            return Drafter(max_tokens=4, longest=2, shortest=1)
+        case "draft":
+            runner = FakeDraftRunner(_LIMITS, VOCAB_SIZE)
+            drafter = ModelDrafter(runner, _LIMITS, VOCAB_SIZE)  # pyright: ignore[reportArgumentType]
+            drafter.times, drafter._token_times = Constant(1.0), Constant(0.0)
+            return drafter
+        case _:
+            return DRAFTERS[speculation]()

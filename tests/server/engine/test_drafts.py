@@ -48,6 +48,12 @@ def test_a_draft_is_limited_by_room() -> None:
     assert DRAFTER.draft(again, room=0) == DRAFTER.draft(again, room=-3) == []
 
 
+def test_a_draft_ends_with_a_stop_token() -> None:
+    params = SamplingParams(max_tokens=20, stop_token_ids=[4])
+    again = make_request(AddRequest("r", [1, 2, 3, 4, 5, 6, 1, 2], params), (), 0.0)
+    assert DRAFTER.draft(again, room=10) == [3, 4]
+
+
 def test_drafts_use_new_tokens() -> None:
     growing = request([1, 2, 3])
     assert DRAFTER.draft(growing, 3) == []
@@ -215,14 +221,14 @@ def test_wrong_drafts_stop_drafting_until_one_is_tried_again() -> None:
     wrong = again()
     num_failures = 0
     while (draft := drafter.draft(wrong, 3)) and num_failures < 20:
-        drafter.learn(wrong, len(draft), 0)
+        drafter.learn(wrong, len(draft), 0, [])
         num_failures += 1
     assert 1 < num_failures < 20
     wrong.token_ids = [*range(100, 123), *AGAIN]
     wrong.token_bytes.clear()
     assert len(wrong.token_ids) == 32 and drafter.draft(wrong, 3) == [4]
     for _ in range(20):
-        drafter.learn(wrong, 1, 1)
+        drafter.learn(wrong, 1, 1, [])
     wrong.token_ids.append(4)
     assert len(drafter.draft(wrong, 3)) == 3, "it was right again"
     assert len(drafter.draft(again(), 3)) == 2, "each request is judged alone"

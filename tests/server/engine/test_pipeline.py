@@ -19,7 +19,9 @@ from tightwire.model.step import StepPlan, ints
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import Drafter
 from tightwire.server.engine.engine import Engine
-from tightwire.server.engine.request import RequestRules
+from tightwire.server.engine.pipeline import NewTokens
+from tightwire.server.engine.request import RequestRules, make_request
+from tightwire.server.engine.step_builder import Chunk
 from tightwire.server.ipc.messages import AddRequest, Output
 
 VOCAB = 61
@@ -45,6 +47,15 @@ def greedy_text(prompt: list[int], num_tokens: int) -> list[int]:
     for _ in range(num_tokens):
         tokens.append(int(logits_after(tokens, VOCAB).argmax()))
     return tokens[len(prompt) :]
+
+
+def test_what_a_grammar_forces_was_not_drafted() -> None:
+    request = make_request(AddRequest("a", [1, 2], params()), (), 0.0)
+    new = NewTokens(Chunk(request, 1, 2, range(0), True, [5, 6, 7]), 0)
+    for token_id in (5, 9):
+        new.add(token_id, None)
+    new.add_forced([7, 7])
+    assert new.token_ids == [5, 9, 7, 7] and new.chosen == [5, 9] and new.num_right == 1
 
 
 class _Watched(FakeRunner):

@@ -12,6 +12,8 @@ from tiny import make_tiny
 from tightwire.comm.group.group import in_process_groups
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.prepare import PrepareOptions
+from tightwire.model.prepare import prepare as make_prepared
 from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.progress import Progress
 from tightwire.server.config.flags import make_config
@@ -34,7 +36,7 @@ def fixture_model(tmp_path: Path) -> Path:
 
 
 def test_rank_0_has_the_draft_model_and_its_cache_to_the_byte(model: Path, tmp_path: Path) -> None:
-    draft = make_tiny(tmp_path / "draft", num_hidden_layers=1)
+    draft = make_tiny(tmp_path / "draft", num_hidden_layers=1, max_position_embeddings=512)
     decision, plain = plan_of(model, draft), plan_of(model, None)
     checkpoint, plan = open_checkpoint(str(draft)), decision.plan
     formats = choose_formats(checkpoint.reader(), checkpoint.config, "auto")
@@ -54,7 +56,7 @@ def test_rank_0_has_the_draft_model_and_its_cache_to_the_byte(model: Path, tmp_p
     assert decision.budget.cache_bytes(first) <= 1 << 20, "--kv-cache-memory is for both caches"
     assert plan.draft == checkpoint.location and not plain.plan.draft
     assert "draft model" in decision.budget.table() and "draft model" not in plain.budget.table()
-    assert f"speculation: rank 0 drafts with {checkpoint.name} (activations in float)" in decision.summary()
+    assert f"speculation: rank 0 drafts with {checkpoint.name} (made for 512 tokens, activations in float)" in decision.summary()
     runner.close()
 
 
@@ -80,6 +82,20 @@ def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
         ValueError, match=r"--draft-model .*other: its vocabulary is not that of model, from token 304 on"
     ):
         plan_of(model, other)
+
+
+@pytest.mark.parametrize(("tp", "dtype"), [(2, "float32"), (1, "bfloat16")])
+def test_a_draft_prepared_for_something_else_is_refused(tp: int, dtype: str, model: Path, tmp_path: Path) -> None:
+    make_prepared(open_checkpoint(str(model)), tmp_path / "draft", PrepareOptions(tp=tp, dtype=dtype))
+    wanted = rf"prepared for --tp {tp} in {dtype}, and rank 0 drafts with a whole model in float32; make it with .*--tp 1 --dtype float32"
+    with pytest.raises(ValueError, match=wanted):
+        plan_of(model, tmp_path / "draft", dtype="float32")
+
+
+def test_a_draft_prepared_for_one_rank_is_planned(model: Path, tmp_path: Path) -> None:
+    make_prepared(open_checkpoint(str(model)), tmp_path / "draft", PrepareOptions(dtype="float32", quantization="int8"))
+    prepared = plan_of(model, tmp_path / "draft", dtype="float32").budget.ranks[0].draft
+    assert 0 < prepared < plan_of(model, model, dtype="float32").budget.ranks[0].draft
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from tiny import make_tiny
 from tightwire.kernels.spec.packed import PackedMatrix
 from tightwire.model.families import family_named
 from tightwire.model.open import Checkpoint, open_checkpoint
+from tightwire.model.prepare import PrepareOptions, prepare
 from tightwire.model.sampling.grammar import GrammarMasks, make_grammar
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.stages import divide_layers
@@ -82,12 +84,16 @@ def test_texts_are_those_without_a_draft_to_the_bit(
         assert drafter._sequences.pool.num_free == 64, "all have ended"
 
 
-@pytest.mark.parametrize("kind", ["packed", "windows"])
+@pytest.mark.parametrize("kind", ["packed", "windows", "prepared"])
 def test_a_draft_of_another_kind_drafts_with_a_part_of_its_head(
     kind: str, models: dict[str, Checkpoint], tmp_path: Path
 ) -> None:
-    """The target in 4 bits; and a model whose layers have windows, shorter than the texts, which drafts for itself."""
-    if kind == "packed":
+    """The target in 4 bits; prepared in 8; and a model whose layers have windows, shorter than the texts, which drafts for itself."""
+    if kind == "prepared":
+        options = PrepareOptions(dtype="float32", quantization="int8")
+        prepare(models["itself"], tmp_path / "prepared", options)
+        given, num_blocks = models | {"prepared": open_checkpoint(str(tmp_path / "prepared"))}, 64
+    elif kind == "packed":
         packed = open_checkpoint(str(make_tiny_gguf(tmp_path / "m.gguf", "Q4_1", num_hidden_layers=3)))
         given, num_blocks = models | {"packed": packed}, 64
     else:
@@ -96,7 +102,7 @@ def test_a_draft_of_another_kind_drafts_with_a_part_of_its_head(
         given, num_blocks = {"itself": windows, "windows": windows}, 384  # of six groups
     wanted = plain_texts(given, num_blocks=num_blocks)
     with drafting_engine(given, kind, text=False, num_blocks=num_blocks) as (local, drafter, counting):
-        assert isinstance(counting._runner._outer.head, PackedMatrix) == (kind == "packed")
+        assert isinstance(counting._runner._outer.head, PackedMatrix) == (kind != "windows")
         drafter._head_s_H = np.array([0.2, 0.1, 0.1, 0.1])  # against a step of 1 s
         assert run(local) == wanted
         counters = local.engine.stats().counters
@@ -303,6 +309,21 @@ def test_prompts_are_caught_up_a_step_at_a_time(models: dict[str, Checkpoint]) -
         assert counters.num_accepted_draft_tokens > 10
 
 
+def test_steps_of_a_pipeline_take_no_less_than_no_time_when_others_are_cancelled(models: dict[str, Checkpoint]) -> None:
+    """``Constant.learn`` refuses less."""
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    with drafting_engine(models, "itself", **_LAYOUTS["pipeline"]) as (local, drafter, counting):
+        execute = counting.execute
+        counting.execute = lambda *given: (time.sleep(0.02), execute(*given))[1]  # type: ignore[method-assign]
+        for name in range(6):
+            local.engine.add(AddRequest(str(name), [5 + name, 6, 7], params))
+        others = [str(name) for name in range(1, 6)]
+        while local.engine.has_work():
+            if not local.engine.step().outputs and others:
+                local.engine.cancel([others.pop()])
+        assert not others and counting.rows and not drafter._spent_s
+
+
 def test_no_prompt_waits_for_the_model(models: dict[str, Checkpoint]) -> None:
     """A long prompt beside a sequence that has drafts before it, after it and not meanwhile."""
     params = SamplingParams(max_tokens=56, temperature=0.0, ignore_eos=True)
@@ -360,7 +381,7 @@ def test_a_pass_chooses_among_the_first_ids_while_tokens_are_there(models: dict[
             token_ids=[counting.num_ids - 1], draft_classes=[], draft_basis=(0, []), draft_rates=[]
         )
         for _ in range(200):
-            drafter.learn(beyond, 1, 0)  # pyright: ignore[reportArgumentType]
+            drafter.learn(beyond, 1, 0, beyond.token_ids)  # pyright: ignore[reportArgumentType]
         drafter.prepare([], 1, 1)
         assert drafter._size == counting.num_ids
 

@@ -86,10 +86,11 @@ async def test_required_calls_follow_the_schemas(parallel: bool) -> None:
         assert parallel or len(choice.message.tool_calls) == 1
         for call in choice.message.tool_calls:
             validator_for(SCHEMAS[call.function.name]).validate(json.loads(call.function.arguments))
-    content, calls, _ = await streamed(SamplingEngine(), **fields)
-    assert content == "" and calls == [
-        (call.function.name, call.function.arguments) for call in choices[0].message.tool_calls
-    ]
+    for speculation in ("none", "draft"):
+        content, calls, _ = await streamed(SamplingEngine(speculation=speculation), **fields)
+        assert content == "" and calls == [
+            (call.function.name, call.function.arguments) for call in choices[0].message.tool_calls
+        ]
 
 
 async def test_a_named_tool_is_called() -> None:

@@ -19,7 +19,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER]},
 }
 ABC = [ord(letter) for letter in "abc"]
-ENGINES = [{}, {"drafts": True}, {"suffix": True}, {"plan_ahead": True}]
+ENGINES = [{}, *({"speculation": kind} for kind in ("ngram", "suffix", "draft")), {"plan_ahead": True}]
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1, "top_k": 2},
@@ -292,12 +292,12 @@ async def test_a_prompt_ends_in_one_way(
 
 async def test_timing_has_the_drafts_of_the_request() -> None:
     fields = {"prompt": "Hi", "temperature": 0, "max_tokens": 60, "allowed_token_ids": ABC[:1]}
-    for engine, drafted in ((SamplingEngine(suffix=True), True), (SamplingEngine(), False)):
-        async with open_client(engine) as client:
+    for speculation in ("suffix", "draft", "none"):
+        async with open_client(SamplingEngine(speculation=speculation)) as client:
             answer = await client.post("/v1/completions", json={**fields, "tightwire": {"timing": True}})
         extra = answer.json()["tightwire"]
-        assert ("drafts" in extra) == drafted
-        if drafted:
+        assert ("drafts" in extra) == (speculation != "none")
+        if "drafts" in extra:
             drafts = extra["drafts"]
             assert drafts["tokens"] >= drafts["accepted"] > 0 and drafts["steps"] > 0
             assert drafts["mean_length"] == drafts["accepted"] / drafts["steps"]
