@@ -37,7 +37,9 @@ class TokenTable:
         added = backend.get_added_tokens_decoder()
         self.special = {id_ for id_, token in added.items() if token.special}
         self.of_calls = {id_ for id_, token in added.items() if token.content in _OF_CALLS}
-        steps = _decoder_steps(backend)
+        # A decoder has no other way to read its settings.
+        state = {"decoders": []} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
+        steps: list[dict[str, Any]] = state.get("decoders", [state])
         self.byte_level = [step["type"] for step in steps] == ["ByteLevel"]
         if not self.byte_level and steps[:3] != _SENTENCEPIECE[:3]:
             raise ValueError(
@@ -98,13 +100,6 @@ class TokenTable:
             return bytes(table[char] for char in piece) if all(char in table for char in piece) else piece.encode()
         byte = self.fallback_byte(token_id)
         return piece.replace(_SPACE_MARK, " ").encode() if byte is None else bytes([byte])
-
-
-def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
-    if backend.decoder is None:
-        return []
-    state = json.loads(backend.decoder.__getstate__())  # a decoder has no other way to read its settings
-    return state["decoders"] if state["type"] == "Sequence" else [state]
 
 
 class Detokenizer:

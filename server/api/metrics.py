@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -46,27 +46,7 @@ METRIC_ALIASES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)  # a registry finds its collectors by identity
-class AliasedMetrics(Collector):
-    """The metrics of ``source``, and those with an alias once more under each alias, labelled with the model's name."""
-
-    source: CollectorRegistry
-    aliases: Mapping[str, tuple[str, ...]]
-    model_name: Callable[[], str | None]
-
-    def collect(self) -> Iterator[Metric]:
-        labels = {"model_name": self.model_name() or ""}
-        for family in self.source.collect():
-            yield family
-            for alias in self.aliases.get(family.name, ()):
-                renamed = Metric(alias, f"Same as {family.name}: {family.documentation}", family.type)
-                for sample in family.samples:
-                    name = alias + sample.name.removeprefix(family.name)  # _total, _bucket, _sum, _count, _created
-                    renamed.samples.append(sample._replace(name=name, labels={**sample.labels, **labels}))
-                yield renamed
-
-
-class Metrics:
+class Metrics(Collector):
     """``outcome`` of a sequence: stop, length, cancelled, error, or refused (queue full, not ready)."""
 
     def __init__(
@@ -77,8 +57,10 @@ class Metrics:
         alias: str = "none",
         model_name: Callable[[], str | None] = lambda: None,
     ) -> None:
+        self._stats, self._startup_s, self._comm_setup = stats, startup_s, comm_setup
+        self._aliases, self._model_name = METRIC_ALIASES[alias], model_name
         self.registry, self._page = CollectorRegistry(), CollectorRegistry()
-        self._page.register(AliasedMetrics(self.registry, METRIC_ALIASES[alias], model_name))
+        self._page.register(self)
         self.time_to_first_token = self._timer("time_to_first_token", "From the request's arrival to its first token")
         between = "Between one token of a sequence and the next"
         self.inter_token_latency = self._timer("inter_token_latency", between, _TOKEN_BUCKETS)
@@ -95,7 +77,6 @@ class Metrics:
         of_key = "POST requests by the name of their API key: accepted, or refused at one of its limits"
         self.key_requests = self._counter("key_requests", of_key, "key", "outcome")
         self.key_tokens = self._counter("key_tokens", "Tokens of prompts and answers by API key", "key", "kind")
-        self.registry.register(_Snapshot(lambda: _snapshot(stats() or EngineStats(), startup_s(), comm_setup())))
 
     def observe_ttft(self, timing: Mapping[str, float | None]) -> None:
         """Add the parts of one request's ``Timing``; unknown parts are left out."""
@@ -103,6 +84,19 @@ class Metrics:
             seconds = timing[f"{part}_s"]
             if seconds is not None:
                 self._ttft_parts.labels(part).observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, and those with an alias once more under each alias, labelled with the model's name."""
+        labels = {"model_name": self._model_name() or ""}
+        engine = _snapshot(self._stats() or EngineStats(), self._startup_s(), self._comm_setup())
+        for family in chain(self.registry.collect(), engine):
+            yield family
+            for alias in self._aliases.get(family.name, ()):
+                renamed = Metric(alias, f"Same as {family.name}: {family.documentation}", family.type)
+                for sample in family.samples:
+                    name = alias + sample.name.removeprefix(family.name)  # _total, _bucket, _sum, _count, _created
+                    renamed.samples.append(sample._replace(name=name, labels={**sample.labels, **labels}))
+                yield renamed
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type, chosen by the scraper's Accept header."""
@@ -114,13 +108,6 @@ class Metrics:
 
     def _timer(self, name: str, help: str, buckets: tuple[float, ...] = _REQUEST_BUCKETS) -> Histogram:
         return Histogram(f"tightwire_{name}_seconds", help, buckets=buckets, registry=self.registry)
-
-
-class _Snapshot(Collector):
-    """Creates its metrics at each scrape."""
-
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self.collect = collect
 
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}

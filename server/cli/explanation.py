@@ -19,18 +19,11 @@ from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.hosts.place import last_probe
+from tightwire.server.plan import run_plan
 from tightwire.server.plan.comm_decision import CommDecision, decide_sums, policy_requests
 from tightwire.server.plan.layout_decision import decide_stages
 from tightwire.server.plan.layout_table import memory_inputs
 from tightwire.server.plan.rank_bytes import CacheShape, rank_bytes
-from tightwire.server.plan.run_plan import (
-    describe_adapters,
-    describe_draft,
-    describe_nodes,
-    open_draft,
-    open_model,
-    plan_adapters,
-)
 from tightwire.server.plan.setting import choose_activations, requested_link
 from tightwire.sizes import aligned, format_bytes
 
@@ -60,21 +53,21 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
         raise ValueError(
             "--layout pipeline with a rank in each stage sums nothing, and this explains sums; leave it out, or compare layouts with --hosts"
         )
-    config, checkpoint = open_model(config)
+    config, checkpoint = run_plan.open_model(config)
     model, formats = checkpoint.config, formats_of(checkpoint, config.model.quantization)
     check_context(model.max_positions, config.engine.max_model_len or 0)
     sums = decide_sums(config, model, link or requested_link(config.parallel), fingerprint(checkpoint))
     device = sums.decided.setting.device
     choose_activations(config.model.activations, device, formats.packed)
     stages = decide_stages(config, model, formats, sums.decided, checkpoint.prepared is not None)
-    adapters = plan_adapters(config.adapters, model)
-    draft = open_draft(config, checkpoint)
+    adapters = run_plan.plan_adapters(config.adapters, model)
+    draft = run_plan.open_draft(config, checkpoint)
     room = adapters and AdapterRoom(adapters.num_slots, adapters.max_rank)
     inputs = memory_inputs(config, model, formats, sums.decided, draft)
     inputs = replace(inputs, stages=stages, num_replicas=config.parallel.dp, adapters=room)
     ranks = rank_bytes(inputs, EVERYTHING_RESIDENT)
-    added = adapters and describe_adapters(adapters, [rank.adapters for rank in ranks])
-    drafts = draft and inputs.draft and describe_draft(draft.name, inputs.draft)
+    added = adapters and run_plan.describe_adapters(adapters, [rank.adapters for rank in ranks])
+    drafts = draft and inputs.draft and run_plan.describe_draft(draft.name, inputs.draft)
     decision, request = sums.comm, next(iter(policy_requests(config, model).values()))
     assert decision is not None  # `explain` takes at least two ranks
     explained = explain(decision.chooser, request, decision.setting.elem_bytes, model.num_layers)
@@ -84,7 +77,7 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
         console = Console(highlight=False)
         _show(console, decision, explained)
         by_kind = CacheShape.of(model, config.engine).describe(config.engine.max_model_len or model.max_positions)
-        nodes = describe_nodes(config, device, [rank.fixed for rank in ranks])
+        nodes = run_plan.describe_nodes(config, device, [rank.fixed for rank in ranks])
         for line in filter(None, (added, drafts, by_kind and f"KV cache: {by_kind}", *nodes)):
             console.print(line, markup=False)
 

@@ -21,12 +21,9 @@ def generate(config: ServeConfig, ranks: Ranks, progress: Progress, answer: Answ
     """Continue the prompt. Exit code 0; 2 if refused, 1 if a rank is lost."""
     try:
         asyncio.run(_generate(config, ranks, progress, answer))
-    except ValueError as refusal:
-        progress.say(f"tightwire generate: {refusal}")
-        return 2
-    except (RankFailedError, EngineUnavailableError) as failure:
-        progress.say(f"tightwire generate: {failure}")
-        return 1
+    except (ValueError, RankFailedError, EngineUnavailableError) as error:
+        progress.say(f"tightwire generate: {error}")
+        return 2 if isinstance(error, ValueError) else 1
     finally:
         progress.close()
     return 0

@@ -35,10 +35,8 @@ def serve(argv: Sequence[str]) -> int:
             say(f"this host has no copy of {config.model.model}; node 0 will send it")
         check_machine(config)
         listener = open_listener(config.http)
-    except NotNowError as error:
-        return refuse("serve", error, exit_code=1)
     except ValueError as error:
-        return refuse("serve", error)
+        return refuse("serve", error, exit_code=1 if isinstance(error, NotNowError) else 2)
     with listener, ExitStack() as stack:
         stack.callback(remove_socket, config.http)
         try:

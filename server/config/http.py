@@ -73,7 +73,6 @@ class HttpOptions:
         metavar="URL",
     )
     shutdown_grace_s: float = option(30.0, "time for running requests to finish after SIGTERM", metavar="S")
-
     log_level: str = option(
         "info", "info: a few lines at start, then warnings; debug: every decision, stage and rank", ("info", "debug")
     )

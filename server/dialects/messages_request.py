@@ -12,7 +12,7 @@ from tightwire.server.api.fields import Fields, told_apart
 from tightwire.server.api.request_bodies import UNSUPPORTED_EXTENSIONS, Body, ChatBody, Message, Stop
 from tightwire.server.api.structured import Schema
 from tightwire.server.dialects import adapted
-from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message
+from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message, text_parts
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mcp_servers": (([],), "this server calls no MCP servers"),
@@ -39,13 +39,9 @@ def _check_text_block(value: Any) -> Any:
     return value
 
 
-def _as_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 _TextBlocks = Annotated[
     list[Annotated[TextBlock, BeforeValidator(_check_text_block)]],
-    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
+    BeforeValidator(text_parts, json_schema_input_type=str | list[TextBlock]),
 ]
 
 
@@ -87,7 +83,7 @@ _Block = Annotated[
         "text, tool_use, tool_result, thinking (ignored); the model reads text only",
     ),
 ]
-_Blocks = Annotated[list[_Block], BeforeValidator(_as_blocks, json_schema_input_type=str | list[_Block])]
+_Blocks = Annotated[list[_Block], BeforeValidator(text_parts, json_schema_input_type=str | list[_Block])]
 
 
 class Turn(Fields):

@@ -244,17 +244,24 @@ class ResponsesDialect(AdaptedDialect):
         yield ItemEvent(self._count(), "response.output_item.done", self._index, item)
 
     def finished(self, usage: Usage, extra: TightwireExtra | UnsetType) -> ResponseBody:
-        if not self._response.output:  # clients expect a message, even an empty one
-            for _ in self._empty_message():
-                pass
-        return self._end(usage, extra)
+        for _ in self.last_chunks(usage, extra):
+            pass
+        return self._response
 
     def last_chunks(self, usage: Usage, extra: TightwireExtra | UnsetType) -> Iterator[Struct]:
-        if not self._response.output:
-            yield from self._empty_message()
-        response = self._end(usage, extra)
-        completed = response.status == "completed"
-        yield ResponseEvent(self._count(), "response.completed" if completed else "response.incomplete", response)
+        response, prompt, answer = self._response, usage.prompt_tokens, usage.completion_tokens
+        if not response.output:  # clients expect a message, even an empty one
+            yield from self.open_text()
+            yield from self.close()
+        cached = InputTokensDetails(usage.prompt_tokens_details.cached_tokens)
+        response.usage = ResponseUsage(prompt, cached, answer, OutputTokensDetails(), usage.total_tokens)
+        response.tightwire = extra
+        if self.finish_reason == "length":
+            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+            yield ResponseEvent(self._count(), "response.incomplete", response)
+        else:
+            response.status, response.completed_at = "completed", int(time.time())
+            yield ResponseEvent(self._count(), "response.completed", response)
 
     def failure(self, error: ApiError, usage: Usage) -> Iterator[Struct]:
         detail = error.body().error
@@ -265,21 +272,6 @@ class ResponsesDialect(AdaptedDialect):
     def take_logprobs(self, delta: Delta) -> None:
         if self.body.num_logprobs is not None:
             self._logprobs_to_send += self.logprobs(delta).content
-
-    def _empty_message(self) -> Iterator[Struct]:
-        yield from self.open_text()
-        yield from self.close()
-
-    def _end(self, usage: Usage, extra: TightwireExtra | UnsetType) -> ResponseBody:
-        response, prompt, answer = self._response, usage.prompt_tokens, usage.completion_tokens
-        cached = InputTokensDetails(usage.prompt_tokens_details.cached_tokens)
-        response.usage = ResponseUsage(prompt, cached, answer, OutputTokensDetails(), usage.total_tokens)
-        response.tightwire = extra
-        if self.finish_reason == "length":
-            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
-        else:
-            response.status, response.completed_at = "completed", int(time.time())
-        return response
 
     def _add(self, item: OutputMessage | OutputCall) -> Iterator[Struct]:
         self._response.output.append(item)

@@ -12,7 +12,7 @@ from tightwire.server.api.request_bodies import ChatBody, Message, Stop
 from tightwire.server.api.structured import ResponseFormat, Schema
 from tightwire.server.api.tools import Name
 from tightwire.server.dialects import adapted
-from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message
+from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message, text_parts
 
 _STATELESS = "this server stores no responses; send the whole conversation as input"
 _IN_CHAT = "it is a field of chat completions; in this API use "
@@ -55,13 +55,7 @@ _Part = Annotated[
     Annotated[InputText, Tag("~text")] | Annotated[RefusalText, Tag("~refusal")],
     told_apart(_part_kind, "input_text, output_text, refusal; the model reads text only"),
 ]
-
-
-def _as_parts(value: Any) -> Any:
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
-
-
-_Parts = Annotated[list[_Part], BeforeValidator(_as_parts, json_schema_input_type=str | list[_Part])]
+_Parts = Annotated[list[_Part], BeforeValidator(text_parts, json_schema_input_type=str | list[_Part])]
 
 
 def _texts(parts: list[Any]) -> list[str]:

@@ -151,13 +151,12 @@ def make_request(
     message: AddRequest, eos_token_ids: Iterable[int], arrival_s: float, policy: int = 0, adapter_slot: int = -1
 ) -> Request:
     params = message.params
-    stop_ids = frozenset(params.stop_token_ids)
     return Request(
         id=message.id,
         params=params,
         token_ids=list(message.prompt_token_ids),
         num_prompt_tokens=len(message.prompt_token_ids),
-        stop_ids=stop_ids if params.ignore_eos else stop_ids.union(eos_token_ids),
+        stop_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids),
         arrival_s=arrival_s,
         policy=policy,
         cache_salt=message.cache_salt,

@@ -142,8 +142,7 @@ def make_step(
     index: int, chunks: list[Chunk], limits: Limits, policy: int = 0, stages: StagedStep | None = None
 ) -> ScheduledStep:
     """Pack the chunks into arrays, one sequence after the other. ``stages``: None if prompts pass none."""
-    token_ids: list[int] = []
-    first_rows: list[int] = []
+    token_ids, first_rows = list[int](), list[int]()
     groups, num_groups = limits.groups, limits.groups.num
     most = max((len(chunk.request.blocks) for chunk in chunks), default=0) // num_groups
     tables_LBM = np.zeros((num_groups, len(chunks), most), "<i4")
@@ -162,9 +161,7 @@ def make_step(
         num_rows = sum(chunk.num_rows for chunk in chunks[: stages.num_together])
         results = results[: stages.num_together] + [(chunk, num_rows + row) for chunk, row in stages.leaving]
         staged = {name: getattr(stages, name) for name in ("staged", "awaits", "rewritten")}
-    logit_rows = [row for chunk, first in results for row in _logit_rows(chunk, first)]
     slots = [chunk.request.adapter_slot for chunk in chunks]
-    result_chunks = [chunk for chunk, _ in results]
     plan = make_plan(
         index=index,
         token_ids=token_ids,
@@ -172,12 +169,12 @@ def make_step(
         context_lens=ends_B,
         block_tables=tables_LBM,
         num_decode_rows=sum(c.num_rows for c in chunks if c.start >= c.request.num_prompt_tokens),
-        logit_rows=logit_rows,
+        logit_rows=[row for chunk, first in results for row in _logit_rows(chunk, first)],
         policy=policy,
         adapters=slots if max(slots, default=-1) >= 0 else None,  # none of the sequences has one
         **staged,
     )
-    return ScheduledStep(plan, chunks, result_chunks)
+    return ScheduledStep(plan, chunks, [chunk for chunk, _ in results])
 
 
 def _logit_rows(chunk: Chunk, first_row: int) -> list[int]:

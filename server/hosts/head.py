@@ -60,10 +60,7 @@ class Head(Side):
         return {0: self._place.address} | {node: known.hello.address for node, known in self._nodes.items()}
 
     async def join(self) -> None:
-        """Wait for all nodes, and let each connect to the others' ports.
-
-        ValueError: refused. LostError: one is missing, or a port cannot be reached.
-        """
+        """Wait for all nodes, and let each connect to the others' ports. Errors as ``Hosts.join``."""
         self._hold_ports()
         listener = listen(self._place.master, self._place.port)
         self._server = await accept_channels(listener, lambda channel: self._start(self._take(channel)))

@@ -48,8 +48,7 @@ def make_app(
         alias=http.metrics_alias,
         model_name=lambda: holder.model.info.name if holder.model else None,
     )
-    adapters = adapters or AdapterOptions()
-    serving = Serving(engine=engine, holder=holder, http=http, adapters=adapters, metrics=metrics)
+    serving = Serving(engine=engine, holder=holder, http=http, adapters=adapters or AdapterOptions(), metrics=metrics)
     app = FastAPI(
         title="Tightwire",
         version=__version__,

@@ -126,11 +126,10 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 def _explain(error: ValidationError) -> ApiError:
     """One message for the first problem, with the value that was sent; further problems by field name."""
-    problems = error.errors(include_url=False)
-    first = problems[0]
+    first, *further = error.errors(include_url=False)
     param = _path(first["loc"])
     message = _describe(first, param)
-    others = sorted({_path(problem["loc"]) for problem in problems[1:]} - {param})
+    others = sorted({_path(problem["loc"]) for problem in further} - {param})
     if others:
         message += f" (and problems in {', '.join(others[:5])}{', ...' if len(others) > 5 else ''})"
     return invalid(message, param or None, "missing_parameter" if first["type"] == "missing" else "invalid_value")

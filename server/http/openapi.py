@@ -49,8 +49,6 @@ def _json(answer: type[msgspec.Struct], errors: tuple[int, ...], *types: Any) ->
 
 
 _HEALTH = Operation({"application/json": response_bodies.Health}, (503,), error=response_bodies.Health)
-
-
 OPERATIONS = {
     "/": Operation({"application/json": response_bodies.Home, "text/html": None, "text/plain": None}, (401, 500)),
     "/v1/chat/completions": _json(ChatCompletion, (*_PARSING, 429), request_bodies.ChatBody, (ChatChunk,)),

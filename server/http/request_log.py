@@ -12,8 +12,6 @@ from pydantic_core import to_jsonable_python
 
 from tightwire.server.api.trace import RequestRecord
 
-_encoder = msgspec.json.Encoder()
-
 
 class RequestLog:
     """Appends to a file, which may be renamed meanwhile (log rotation)."""
@@ -24,10 +22,6 @@ class RequestLog:
         weakref.finalize(self, self._handler.close)
 
     def __call__(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
-        line = _encoder.encode(self._line(record)).decode()
-        self._handler.handle(logging.LogRecord("requests", logging.INFO, "", 0, line, None, None))
-
-    def _line(self, record: RequestRecord) -> dict[str, Any]:
         tokens = record.count_tokens()
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.arrived_unix_s, UTC).isoformat(timespec="milliseconds"),
@@ -46,7 +40,8 @@ class RequestLog:
         if self._prompts and record.asked is not None:
             field = record.asked.text_param
             line[field] = to_jsonable_python(getattr(record.asked, field))
-        return line
+        text = msgspec.json.encode(line).decode()
+        self._handler.handle(logging.LogRecord("requests", logging.INFO, "", 0, text, None, None))
 
 
 def _since(record: RequestRecord, moment_s: float | None) -> float | None:

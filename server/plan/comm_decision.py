@@ -28,15 +28,12 @@ from tightwire.sizes import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class CommDecision:
-    """The chosen AllReduces by policy name, the server's own first, and the measurements behind them.
-
-    ``measured``: the results of ``tightwire tune`` for this setting. ``warning``: why its files were not used.
-    """
+    """The chosen AllReduces by policy name, the server's own first, and the measurements behind them."""
 
     choosers: dict[str, Chooser]
     setting: Setting
-    measured: Measured | None
-    warning: str | None
+    measured: Measured | None  # the results of ``tightwire tune`` for this setting
+    warning: str | None  # why its files were not used
 
     @property
     def chooser(self) -> Chooser:

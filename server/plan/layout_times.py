@@ -81,16 +81,13 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predictor:
-    """Times of one model on ``hosts`` joined by ``link``. ``shares``: each host's part of every tensor; they add up to 1.
-
-    ``ranks_each``: ranks of a host.
-    """
+    """Times of one model on ``hosts`` joined by ``link``."""
 
     work: RowWork
     hosts: Sequence[HostRates]
-    shares: Sequence[float]
+    shares: Sequence[float]  # each host's part of every tensor; they add up to 1
     link: Link
-    ranks_each: int = 1
+    ranks_each: int = 1  # ranks of a host
 
     def times(self, layout: str, all_reduce: str, sums: Sums | None, stages: Stages = ()) -> Times:
         """``sums``: of tensor and hybrid; None on one host. ``stages``: of hybrid and pipeline."""

@@ -64,10 +64,8 @@ class MemoryBudget:
 
     def needs(self) -> list[tuple[str, str]]:
         """For each pool, its name and how much of it is needed."""
-        needs = [
-            (pool, sum(self.ranks[r].fixed + self.cache_bytes(self.ranks[r]) for r in pool.ranks))
-            for pool in self.pools
-        ]
+        used = [rank.fixed + self.cache_bytes(rank) for rank in self.ranks]
+        needs = [(pool, sum(used[r] for r in pool.ranks)) for pool in self.pools]
         if self.host is not None:
             needs.append((self.host, self.block_bytes * self.num_blocks))
         return [
@@ -154,9 +152,8 @@ def _host_pool(inputs: MemoryInputs, plan: WeightPlan, ranks: Sequence[RankBytes
         return None, _left_bytes(ranks, inputs.pools[0]) // (block_bytes + sum(rank.buffer for rank in ranks))
     on_host = inputs.num_replicas * sum(size.on_host(plan) for size in inputs.weight_sizes(plan.codec))
     free = max(0, inputs.host_bytes - on_host)
-    return Pool(
-        name="host memory, for the KV cache", available_bytes=free, ranks=range(len(ranks))
-    ), free // block_bytes
+    pool = Pool(name="host memory, for the KV cache", available_bytes=free, ranks=range(len(ranks)))
+    return pool, free // block_bytes
 
 
 def describe_offload(budget: MemoryBudget, inputs: MemoryInputs) -> tuple[str, ...]:

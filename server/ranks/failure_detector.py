@@ -19,13 +19,10 @@ from tightwire.server.plan.rank_setup import rank_name
 _LOADING_PATIENCE = 12
 # How long ranks may load without a part of a stage done, before the log says what each does.
 _SAY_STALLED_S = 60.0
-
 # If this clock jumps further, the parent itself was stopped and cannot judge the ranks' silence.
 _OWN_PAUSE_S = 3.0
-
 # How long to wait for a cause after the first sign; at most half of the silence timeout.
 _CAUSE_PATIENCE_S = 3.0
-
 _OTHER_HOST_S = 1.0  # for another host's report of a silent rank
 
 
@@ -92,7 +89,6 @@ class Watch:
         elif isinstance(message, Failed):
             self._ranks[message.rank].failed = message
             self._note_sign()
-
         if isinstance(message, Stage | Ready) and self._moved_s is not None:
             self._moved_s = self._clock()
 

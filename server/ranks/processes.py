@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -184,8 +183,7 @@ class Ranks:
     def begin_kill(self) -> None:
         """Send SIGKILL to all ranks, stopped ones too."""
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL)
+            process.kill()
 
     def kill(self) -> None:
         """Kill all ranks and reap them, which takes seconds on a busy machine."""

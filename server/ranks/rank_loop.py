@@ -29,20 +29,8 @@ from tightwire.server.engine.engine import Engine
 from tightwire.server.engine.lora import AdapterTable, SlotsFullError
 from tightwire.server.engine.model_drafts import ModelDrafter
 from tightwire.server.engine.request import RequestRules
+from tightwire.server.ipc import messages
 from tightwire.server.ipc.channels import Inboxes, bind_receiver, connect_sender
-from tightwire.server.ipc.messages import (
-    AdapterLoaded,
-    AddRequest,
-    Banned,
-    CancelRequest,
-    LoadAdapter,
-    LoadSlot,
-    Stop,
-    StopFollowing,
-    ToEngine,
-    ToFollower,
-    UnloadAdapter,
-)
 from tightwire.server.plan.layout_times import HIDDEN_BYTES, HIDDEN_SHARE
 from tightwire.server.plan.rank_setup import RunPlan
 from tightwire.server.ranks.reporter import Reporter
@@ -55,7 +43,7 @@ _WARM_UP_ANSWER_TOKENS = 4
 _WARM_UP_MANY_KEYS = 300  # more than one chunk of ``kernels.cuda.attention_decode``
 
 
-def warm_up_rounds(limits: Limits, rules: RequestRules, device: str) -> list[list[AddRequest]]:
+def warm_up_rounds(limits: Limits, rules: RequestRules, device: str) -> list[list[messages.AddRequest]]:
     """Requests that begin in one step: for every policy, and one that draws. On CUDA a long prompt joins them in the next
     step: one with prompts, decode rows and many keys has kernels of its own, which would be compiled in service. Then, if
     prompts pass stages, one from whose chunks the times of chunks are learned."""
@@ -70,11 +58,11 @@ def warm_up_rounds(limits: Limits, rules: RequestRules, device: str) -> list[lis
 
 def _warm_up_request(
     limits: Limits, rules: RequestRules, length: int, policy: str | None, temperature: float
-) -> AddRequest:
+) -> messages.AddRequest:
     # Leave room for two answer tokens; the second takes its own step.
     length = min(length, max(1, limits.max_model_len - 2))
     most = min(_WARM_UP_ANSWER_TOKENS, limits.max_model_len - length)
-    return AddRequest(
+    return messages.AddRequest(
         id="",
         prompt_token_ids=[token % rules.vocab_size for token in range(1, 1 + length)],
         params=SamplingParams(max_tokens=most, temperature=temperature, top_p=0.9, seed=1, ignore_eos=True),
@@ -88,15 +76,14 @@ class AdapterLoader:
     def __init__(self, products: AdapterProducts | None, model: LlamaConfig, reporter: Reporter) -> None:
         self._products, self._model, self._reporter = products, model, reporter
 
-    def load(self, message: LoadSlot) -> None:
+    def load(self, message: messages.LoadSlot) -> None:
         """Load an adapter between two steps. A folder that is refused leaves the slot empty."""
         self._reporter.begin(f"loading the adapter in {message.folder}")
         refusal = "this server has no adapter slots"
         if self._products is not None:
             try:
-                self._products.load(
-                    message.slot, open_adapter(Path(message.folder), self._model, self._products.room.max_rank)
-                )
+                adapter = open_adapter(Path(message.folder), self._model, self._products.room.max_rank)
+                self._products.load(message.slot, adapter)
                 refusal = ""
             except Exception as error:  # noqa: BLE001 - a bad folder must not end the rank
                 self._products.clear(message.slot)
@@ -108,7 +95,7 @@ class AdapterLoader:
 
     def answer(self, adapter: int, refusal: str) -> None:
         """Tell the HTTP process what became of a ``LoadAdapter``."""
-        self._reporter.send(AdapterLoaded(rank=self._reporter.rank, id=adapter, refusal=refusal))
+        self._reporter.send(messages.AdapterLoaded(rank=self._reporter.rank, id=adapter, refusal=refusal))
 
 
 class Leader:
@@ -130,7 +117,7 @@ class Leader:
         self._reporter = reporter
         self._context = zmq.Context()
         self._inbox = bind_receiver(self._context, inboxes.addresses[0])
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._decoder = msgspec.msgpack.Decoder(messages.ToEngine)
         rate = math.inf if plan.link is None else plan.link.link.bytes_per_s or math.inf
         rate *= 1.0 if plan.is_pipeline else HIDDEN_SHARE
         row_bytes = parse_codec(plan.stage_codec).wire_bytes(model.hidden_size, HIDDEN_BYTES)
@@ -179,14 +166,13 @@ class Leader:
         while rounds or engine.has_work():
             for replica in range(self._plan.num_replicas) if rounds else ():
                 for number, request in enumerate(rounds[0]):
-                    engine.add(
-                        msgspec.structs.replace(request, id=f"warm-up-{len(rounds)}-{replica}-{number}"), replica
-                    )
+                    name = f"warm-up-{len(rounds)}-{replica}-{number}"
+                    engine.add(msgspec.structs.replace(request, id=name), replica)
             rounds = rounds[1:]
             for output in engine.step().outputs:
                 if output.finish_reason not in (None, "length"):
                     raise RuntimeError(f"the model does not answer a first request: {output.message or output}")
-        self._runner.tell_followers(StopFollowing())
+        self._runner.tell_followers(messages.StopFollowing())
         self._runner.end_warm_up()
 
     def serve(self) -> None:
@@ -195,7 +181,7 @@ class Leader:
         while self.take_messages(engine):
             if engine.has_work():
                 self._reporter.send(engine.step())
-        self._runner.tell_followers(StopFollowing())
+        self._runner.tell_followers(messages.StopFollowing())
 
     def make_engine(self) -> Engine:
         plan, table, make = self._plan, AdapterTable(0), DRAFTERS.get(self._options.speculation)
@@ -218,14 +204,14 @@ class Leader:
             adapters=table,
         )
 
-    def _load_adapter(self, engine: Engine, message: LoadAdapter) -> None:
+    def _load_adapter(self, engine: Engine, message: messages.LoadAdapter) -> None:
         """Load an adapter on all ranks; each answers the HTTP process."""
         try:
             slot = engine.adapters.assign(message.id)
         except SlotsFullError as error:
             self._loader.answer(message.id, str(error))
             return
-        load = LoadSlot(id=message.id, slot=slot, folder=message.folder)
+        load = messages.LoadSlot(id=message.id, slot=slot, folder=message.folder)
         self._runner.tell_followers(load)
         self._loader.load(load)
 
@@ -237,15 +223,15 @@ class Leader:
         with contextlib.suppress(zmq.Again):
             while True:
                 message = self._decoder.decode(self._inbox.recv(zmq.NOBLOCK))
-                if isinstance(message, AddRequest):
+                if isinstance(message, messages.AddRequest):
                     engine.add(message)
-                elif isinstance(message, CancelRequest):
+                elif isinstance(message, messages.CancelRequest):
                     engine.cancel(message.ids)
-                elif isinstance(message, LoadAdapter):
+                elif isinstance(message, messages.LoadAdapter):
                     self._load_adapter(engine, message)
-                elif isinstance(message, UnloadAdapter):
+                elif isinstance(message, messages.UnloadAdapter):
                     engine.adapters.unload(message.id)
-                elif isinstance(message, Stop):
+                elif isinstance(message, messages.Stop):
                     return False
         return True
 
@@ -260,7 +246,7 @@ class Follower:
         self._loader = AdapterLoader(runner.adapters, model, reporter)
         self._context = zmq.Context()
         self._inbox = bind_receiver(self._context, inboxes.addresses[rank], inboxes.secret)
-        self._decoder = msgspec.msgpack.Decoder(ToFollower)
+        self._decoder = msgspec.msgpack.Decoder(messages.ToFollower)
 
     def close(self) -> None:
         self._inbox.close(linger=0)
@@ -269,8 +255,8 @@ class Follower:
     def serve(self) -> None:
         """Run plans until rank 0 says that there are no more. RuntimeError: a plan is missing."""
         last: int | None = None
-        while not isinstance(plan := self._receive(), StopFollowing):
-            if isinstance(plan, LoadSlot):
+        while not isinstance(plan := self._receive(), messages.StopFollowing):
+            if isinstance(plan, messages.LoadSlot):
                 self._loader.load(plan)
                 continue
             assert isinstance(plan, StepPlan), "masks come behind a plan that has masked rows"
@@ -282,7 +268,7 @@ class Follower:
             banned = b""
             if plan.sampling.column(Column.MASKED).any():
                 follows = self._receive()
-                assert isinstance(follows, Banned), "rank 0 sends the masks of a plan next"
+                assert isinstance(follows, messages.Banned), "rank 0 sends the masks of a plan next"
                 banned = follows.bits
                 self._reporter.begin("step", plan.index)
             self._runner.choose(plan, logits_RV, banned)
@@ -290,7 +276,7 @@ class Follower:
 
     warm_up = serve  # rank 0 ends both
 
-    def _receive(self) -> ToFollower:
+    def _receive(self) -> messages.ToFollower:
         if not self._inbox.poll(0):
             self._reporter.idle()
         return self._decoder.decode(self._inbox.recv())

@@ -16,15 +16,8 @@ import torch
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.errors import name_ranks, renumbered
+from tightwire.comm.group import nodes
 from tightwire.comm.group.group import Group, open_process_group, within
-from tightwire.comm.group.nodes import (
-    PartitionPeers,
-    PartitionPlace,
-    held_rate,
-    join_nodes,
-    join_partition,
-    throttle_group,
-)
 from tightwire.comm.group.numa import RankPlace, bind_rank
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import Link
@@ -106,24 +99,21 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
             reporter.num_choice_gathers = lambda: choice_gather.num_begun
         joining.await_others(reporter, "load")
         keep_freed_memory()  # avoids thousands of page faults per prompt for a step's activations
-        config, secret = checkpoint.config, read_secret(work.config.parallel.comm_secret_file)
+        model, secret = checkpoint.config, read_secret(work.config.parallel.comm_secret_file)
         inboxes = Inboxes(work.inboxes or identity.inboxes, secret)
-        grammars = GrammarMasks(
-            config.vocab_size, config.eos_token_ids, lambda: checkpoint.tokenizer().backend.to_str()
-        )
+        grammars = GrammarMasks(model.vocab_size, model.eos_token_ids, lambda: checkpoint.tokenizer().backend.to_str())
         loop = (
-            Follower(runner, config, inboxes, identity.rank, reporter)
+            Follower(runner, model, inboxes, identity.rank, reporter)
             if identity.rank
-            else Leader(runner, config, plan, engine, groups, inboxes, reporter, grammars, drafting)
+            else Leader(runner, model, plan, engine, groups, inboxes, reporter, grammars, drafting)
         )
         with contextlib.closing(loop):
             with reporter.stage("warm-up"):
                 loop.warm_up()
-            model, dtype = checkpoint.config, getattr(torch, plan.dtype)
             if plan.stages is not None and plan.stages.pipeline:
                 model = stage_model(model, plan.stages.of(joining.stage))
             shard = layout.shards[identity.rank % work.config.parallel.tp]
-            sizes = WeightSizes(model, shard, formats, dtype, plan.weights.codec)
+            sizes = WeightSizes(model, shard, formats, getattr(torch, plan.dtype), plan.weights.codec)
             reporter.send(
                 Ready(
                     rank=identity.rank,
@@ -251,10 +241,10 @@ class _Joining:
         # Ranks of one node share its memory even when a link connects the nodes.
         joined_by_wire = self.work.plan.link is not None or self.work.config.hosts.several
         inside = identity.node_segment_fd if joined_by_wire else self._memory(identity.node_segment_fd)
-        group = join_nodes(
+        group = nodes.join_nodes(
             group, topology, store=self.store, interface=identity.interface, segment_fd=inside, sockets=self._sockets
         )
-        return group if self.throttle is None else throttle_group(group, self.throttle)
+        return group if self.throttle is None else nodes.throttle_group(group, self.throttle)
 
     def of_stage(self, replica: Group | None = None) -> Group:
         """The ranks of this rank's stage. ``replica``: in hybrid, whose ledger counts their sums too, which memory carries in any case."""
@@ -279,14 +269,14 @@ class _Joining:
             return None
         ranks = range(0, self.identity.world_size, each)
         group = self._open(Topology(place, len(ranks)), name, _STEP_DEADLINE_S, ranks)
-        return group if self.throttle is None else throttle_group(group, self.throttle, beside)
+        return group if self.throttle is None else nodes.throttle_group(group, self.throttle, beside)
 
-    def peers(self) -> PartitionPeers | None:
+    def peers(self) -> nodes.PartitionPeers | None:
         """The ranks that share this one's partitioned weights."""
         if self.work.plan.weights.source != "partition":
             return None
-        return join_partition(
-            PartitionPlace(self.work.config.parallel.tp, self._topology),
+        return nodes.join_partition(
+            nodes.PartitionPlace(self.work.config.parallel.tp, self._topology),
             store=self.store,
             device=self.device,
             timeout_s=_STEP_DEADLINE_S,
@@ -312,7 +302,7 @@ class _Joining:
         if group is None or link is None or throttle is None or link.measured_bytes_per_s is not None:
             return link
         per_node = group.world_size / self.work.config.parallel.wire_nodes  # ranks of a node share its wire
-        measured = msgspec.structs.replace(link, measured_bytes_per_s=held_rate(group, throttle) * per_node)
+        measured = msgspec.structs.replace(link, measured_bytes_per_s=nodes.held_rate(group, throttle) * per_node)
         refuse_too_fast(measured)
         return measured
 

@@ -139,9 +139,8 @@ class RankedEngine:
         decision = replace(decision, plan=await self.guard(hosts.agree(checkpoint, decision.plan)))
         decision.report(self._display)
         inboxes = tuple(hosts.inboxes(self._ranks.inboxes))
-        self._ranks.hand_out(
-            RankWork(location=checkpoint.location, config=self._config, plan=decision.plan, inboxes=inboxes)
-        )
+        work = RankWork(location=checkpoint.location, config=self._config, plan=decision.plan, inboxes=inboxes)
+        self._ranks.hand_out(work)
         self.watch.begin_loading()
         return checkpoint, decision, await Background(checkpoint.tokenizer).result
 

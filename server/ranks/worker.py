@@ -22,12 +22,9 @@ from tightwire.server.ranks.reporter import Reporter
 
 # Errors whose message alone tells the user what to do about a file, a disk or an option. Others get a traceback.
 _TOLD_IN_FULL = (LinkTooFastError, ModelError, WeightsError)
-
 _AFTER_OTHERS_S = 1.0
 
 _T = TypeVar("_T")
-
-
 Body = Callable[[RankIdentity, RankWork, Reporter], None]
 
 

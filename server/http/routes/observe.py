@@ -112,12 +112,15 @@ def first_request(url: str, http: HttpOptions, model: ServedModel | None) -> str
     return f"curl{socket} {shlex.quote(f'{url}/v1/{path}')} -H 'content-type: application/json'{key} -d '{data}'"
 
 
-def _home(serving: Serving, url: str) -> Home:
-    model, example = serving.holder.model, first_request(url.rstrip("/"), serving.http, serving.holder.model)
-    status = serving.status
+def _home_response(request: Request, serving: Serving) -> Response:
+    """The playground for browsers, text for curl, JSON for all others and for who asks for it."""
+    if wants_page(request.headers):
+        return file_response(request, "index.html")
+    url, model, status = str(request.base_url), serving.holder.model, serving.status
+    example = first_request(url.rstrip("/"), serving.http, model)
     if status.phase is Phase.READY and status.reason:  # another node takes the requests
         example = f"curl {shlex.quote(url + 'health')}"
-    return Home(
+    home = Home(
         name=f"Tightwire {__version__}",
         about="Serves a Llama model, split over several processes or devices, with OpenAI's HTTP API.",
         model=model.info.name if model else None,
@@ -125,13 +128,6 @@ def _home(serving: Serving, url: str) -> Home:
         links=_LINKS,
         example=example,
     )
-
-
-def _home_response(request: Request, serving: Serving) -> Response:
-    """The playground for browsers, text for curl, JSON for all others and for who asks for it."""
-    if wants_page(request.headers):
-        return file_response(request, "index.html")
-    home = _home(serving, str(request.base_url))
     is_curl = request.headers.get("user-agent", "").startswith("curl/") and request.headers.get("accept") == "*/*"
     return PlainTextResponse(_as_text(home)) if is_curl else json_response(home)
 

@@ -10,7 +10,6 @@ from tiny import make_tiny
 
 from tightwire.comm.group.numa import NumaNode
 from tightwire.model.families import family_named
-from tightwire.server.cli import explanation
 from tightwire.server.cli.explain import explain
 from tightwire.server.plan import run_plan
 
@@ -68,7 +67,7 @@ def test_what_rank_0_drafts_with_is_in_its_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixed: list[list[int]] = []
-    monkeypatch.setattr(explanation, "describe_nodes", lambda config, device, each: fixed.append(each) or [])
+    monkeypatch.setattr(run_plan, "describe_nodes", lambda config, device, each: fixed.append(each) or [])
     model, draft = (str(make_tiny(tmp_path / name)) for name in ("m", "d"))
     for options in ([], ["--speculation", "draft", "--draft-model", draft]):
         assert explain([model, "--tp", "2", "--device", "cpu", *options]) == 0
