@@ -18,8 +18,6 @@ from tightwire.training.run.early_checks import check_early, find_topology
 if TYPE_CHECKING:
     from tightwire.training.run.rollouts import Engines
 
-_SIGTERM_CODE = 128 + signal.SIGTERM
-
 
 def train(argv: Sequence[str], make_engines: "Callable[[], Engines] | None" = None) -> int:
     """Run ``tightwire train``: 0 after the last step or Ctrl-C, 143 after SIGTERM, 1 if it failed, 2 if refused.
@@ -66,7 +64,7 @@ def _run(config: TrainConfig, make_engines: "Callable[[], Engines] | None") -> i
         from tightwire.training.run import run
     try:
         ended_by = run.run_training(config, engines=make_engines and make_engines())
-        return _SIGTERM_CODE if ended_by == signal.SIGTERM else 0
+        return 128 + signal.SIGTERM if ended_by == signal.SIGTERM else 0
     except run.FAILURES as error:
         return _fail(error, 1)
     except ValueError as error:
@@ -95,7 +93,6 @@ def _say(text: str) -> None:
 
 
 def _fail(error: Exception, code: int) -> int:
-    rank = os.environ.get("RANK")
-    where = "" if rank is None else f" (rank {rank})"
+    where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
     _say(f"tightwire train{where}: {error}")
     return code

@@ -126,20 +126,10 @@ def _chunk(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([chunk.start]), torch.Size([chunk.numbers.numel()]))
 
 
-def _by_place(chunks: Sequence[Chunk]) -> dict[tuple[str, int], Tensor]:
-    return {(chunk.key, chunk.start): chunk.numbers.detach() for chunk in chunks}
-
-
 def _write_item(chunk: Chunk) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(chunk.key, [chunk.start]),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=_chunk(chunk),
-            properties=TensorProperties.create_from_tensor(chunk.numbers),
-            size=torch.Size([chunk.total]),
-        ),
-    )
+    properties, size = TensorProperties.create_from_tensor(chunk.numbers), torch.Size([chunk.total])
+    data = TensorWriteData(chunk=_chunk(chunk), properties=properties, size=size)
+    return WriteItem(index=MetadataIndex(chunk.key, [chunk.start]), type=WriteItemType.SHARD, tensor_data=data)
 
 
 def _read_items(folder: Path, metadata: Metadata, chunk: Chunk) -> list[ReadItem]:
@@ -153,12 +143,16 @@ def _read_items(folder: Path, metadata: Metadata, chunk: Chunk) -> list[ReadItem
     return create_read_items_for_chunk_list(chunk.key, saved, [_chunk(chunk)])
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """Gives the writer the tensor of each planned item."""
+class _Places:
+    """The tensors of chunks, by key and first element."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         super().__init__()
-        self._numbers = _by_place(chunks)
+        self._numbers = {(chunk.key, chunk.start): chunk.numbers.detach() for chunk in chunks}
+
+
+class _SavePlanner(_Places, DefaultSavePlanner):
+    """Gives the writer the tensor of each planned item."""
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         assert write_item.index.offset is not None
@@ -167,20 +161,13 @@ class _SavePlanner(DefaultSavePlanner):
         return numbers if numbers.untyped_storage().nbytes() == numbers.nbytes else numbers.clone()
 
 
-class _LoadPlanner(DefaultLoadPlanner):
-    """Gives the reader the destination of each read item."""
-
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        super().__init__()
-        self._numbers = _by_place(chunks)
+class _LoadPlanner(_Places, DefaultLoadPlanner):
+    """Gives the reader the destination of each read item, a view, so the reader fills it."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert read_item.dest_index.offset is not None
         numbers = self._numbers[read_item.dest_index.fqn, read_item.dest_index.offset[0]]
         return numbers[read_item.dest_offsets[0] : read_item.dest_offsets[0] + read_item.lengths[0]]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Does nothing: ``resolve_tensor`` returned a view of the destination, so the reader has filled it."""
 
 
 class Completed(NamedTuple):

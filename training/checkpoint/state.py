@@ -91,46 +91,14 @@ def wanted_state(state: RunState, scalars: Mapping[str, Any], keys: Mapping[str,
 
     ``keys``: all keys of the checkpoint with their lengths; they determine which flat state exists.
     """
+    flat_names = {key.split("/")[1] for key in keys if key.startswith(f"{_OPTIMIZER}/")}
     for shard in state.shards:
         if shard.name in scalars["optimizer"]:
             # Torch's optimizers keep scalar state, such as step counts, as tensors.
             own: dict[str, Any] = {key: torch.tensor(kept) for key, kept in scalars["optimizer"][shard.name].items()}
-            own |= {name: torch.zeros_like(shard.flat_N) for name in _flat_names(keys)}
+            own |= {name: torch.zeros_like(shard.flat_N) for name in flat_names}
             state.optimizer.state[shard.flat_N] = own
     return [*_parameter_chunks(state.shards), *_optimizer_chunks(state.optimizer, state.shards)]
-
-
-def parameters_in(keys: Mapping[str, int]) -> dict[str, int]:
-    """The number of elements of each parameter in the checkpoint."""
-    prefix = f"{_PARAMETERS}/"
-    return {key.removeprefix(prefix): length for key, length in keys.items() if key.startswith(prefix)}
-
-
-class CompressorReader:
-    """Restores the gradient compressor: fill what ``wanted()`` returns, then call ``load()``."""
-
-    def __init__(self, state: RunState, scalars: Mapping[str, Any], *, saved_replicas: int) -> None:
-        """``saved_replicas``: the number of replicas that wrote the checkpoint."""
-        self._state, self._scalars = state, scalars["between"]
-        same = saved_replicas == state.replica.size
-        replicas = [state.replica.rank] if same else range(saved_replicas)
-        kept = {key: value for key, value in state.compressor_state.items() if "/" in key}
-        self._saved = {replica: {key: torch.zeros_like(value) for key, value in kept.items()} for replica in replicas}
-
-    def wanted(self) -> list[Chunk]:
-        saved = self._saved.items()
-        return [chunk for replica, own in saved for chunk in _compressor_chunks(self._state.shards, own, replica)]
-
-    def load(self) -> None:
-        first, *others = self._saved.values()
-        # In float64, so that the mean of equal values is exactly that value.
-        means = {
-            key: sum((other[key].double() for other in others), value.double()).div(1 + len(others)).to(value.dtype)
-            for key, value in first.items()
-        }
-        assert self._state.compressor is not None
-        scalars = {key: torch.tensor(value) for key, value in self._scalars.items()}
-        self._state.compressor.load_state_dict({**means, **scalars})
 
 
 def _parameter_chunks(shards: Sequence[FlatShard]) -> Iterator[Chunk]:
@@ -151,10 +119,6 @@ def _compressor_chunks(shards: Sequence[FlatShard], state: Mapping[str, Tensor],
         kind, slash, name = key.partition("/")
         if slash:
             yield from chunks_of(f"{_BETWEEN}/{kind}/{replica}", by_name[name], value)
-
-
-def _flat_names(keys: Mapping[str, int]) -> set[str]:
-    return {key.split("/")[1] for key in keys if key.startswith(f"{_OPTIMIZER}/")}
 
 
 def _is_flat(value: Any, shard: FlatShard) -> bool:
@@ -246,16 +210,30 @@ def restore(folder: Path, description: Mapping[str, Any], state: RunState) -> No
 
     Raises CheckpointError: files cannot be read; OtherRunError: other parameters, or not the same ones are trained.
     """
-    keys, scalars = keys_in(folder), description["scalars"]
-    _check_parameters(folder, state.shards, parameters_in(keys), description["config"]["model"]["frozen"])
-    wanted, reader = wanted_state(state, scalars, keys), None
-    if state.compressor is not None and scalars["between"]:
-        reader = CompressorReader(state, scalars, saved_replicas=description["replicas"])
-        wanted += reader.wanted()
+    keys = keys_in(folder)
+    _check_parameters(folder, state.shards, keys, description["config"]["model"]["frozen"])
     with torch.no_grad():
-        read_chunks(folder, wanted)
-    if reader is not None:
-        reader.load()
+        read_chunks(folder, wanted_state(state, description["scalars"], keys))
+        _restore_compressor(folder, description, state)
+
+
+def _restore_compressor(folder: Path, description: Mapping[str, Any], state: RunState) -> None:
+    """Restore what replicas keep for themselves; from another number of replicas, each gets the mean."""
+    scalars, saved_replicas = description["scalars"]["between"], description["replicas"]
+    if state.compressor is None or not scalars:
+        return
+    replicas = [state.replica.rank] if saved_replicas == state.replica.size else range(saved_replicas)
+    kept = {key: value for key, value in state.compressor_state.items() if "/" in key}
+    saved = {replica: {key: torch.zeros_like(value) for key, value in kept.items()} for replica in replicas}
+    chunks = [chunk for replica, own in saved.items() for chunk in _compressor_chunks(state.shards, own, replica)]
+    read_chunks(folder, chunks)
+    first, *others = saved.values()
+    # In float64, so that the mean of equal values is exactly that value.
+    means = {
+        key: sum((other[key].double() for other in others), value.double()).div(1 + len(others)).to(value.dtype)
+        for key, value in first.items()
+    }
+    state.compressor.load_state_dict(means | {key: torch.tensor(value) for key, value in scalars.items()})
 
 
 def check_frozen(folder: Path, description: Mapping[str, Any], frozen_sum: int) -> None:
@@ -268,9 +246,11 @@ def check_frozen(folder: Path, description: Mapping[str, Any], frozen_sum: int) 
 
 
 def _check_parameters(
-    folder: Path, shards: Sequence[FlatShard], there: Mapping[str, int], frozen_there: Sequence[str]
+    folder: Path, shards: Sequence[FlatShard], keys: Mapping[str, int], frozen_there: Sequence[str]
 ) -> None:
     """Check that the same parameters, of the same sizes, are trained here and there."""
+    prefix = f"{_PARAMETERS}/"
+    there = {key.removeprefix(prefix): length for key, length in keys.items() if key.startswith(prefix)}
     here = {span.param.name: span.param.num_elems for shard in shards for span in shard.layout.spans}
     if frozen_here := there.keys() - here.keys():
         raise OtherRunError(

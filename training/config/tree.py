@@ -245,6 +245,7 @@ class LogConfig(Section):
     every: PositiveInt = Field(default=10, description="steps between two lines on the terminal")
     tensorboard: bool = Field(default=True, description="write TensorBoard files, if tensorboard is installed")
     peak_tflops: PositiveFloat | None = Field(default=None, description="of a rank's device, for MFU; else measured")
+    trace: bool = Field(default=False, description="write when each bucket moved, as a Chrome trace a rank, to the folder")
 
 
 class ExportConfig(Section):
@@ -312,20 +313,17 @@ class TrainConfig(Section):
             self._check_answers()
         if (self.data.kind == "distill") != (self.distill is not None):
             raise ValueError("data.kind=distill and a section distill, with its target, need each other")
-        if self.distill is not None:
-            self._check_distill(self.distill)
-        return self
-
-    def _check_distill(self, distill: DistillConfig) -> None:
-        if self.model.lora is not None or self.data.held_out_files:
+        if self.distill is not None and (self.model.lora is not None or self.data.held_out_files):
             raise ValueError(
                 "data.kind=distill: a whole model learns, and a share of the answers is held out; remove model.lora and data.held_out_files"
             )
-        if distill.answer_tokens >= self.data.sequence_tokens:
+        name, asked = ("distill", self.distill) if self.distill else (self.answers.section, self.answers)
+        if self.data.kind in ("prompts", "distill") and asked.answer_tokens >= self.data.sequence_tokens:
             raise ValueError(
-                f"distill.answer_tokens={distill.answer_tokens} leaves no room for a prompt in data.sequence_tokens="
+                f"{name}.answer_tokens={asked.answer_tokens} leaves no room for a prompt in data.sequence_tokens="
                 f"{self.data.sequence_tokens}"
             )
+        return self
 
     def _check_answers(self) -> None:
         lora, answers = self.model.lora, self.answers
@@ -335,11 +333,6 @@ class TrainConfig(Section):
             )
         if not answers.rewards:
             raise ValueError(f"data.kind=prompts: give {answers.section}.rewards, such as [package.module:function]")
-        if answers.answer_tokens >= self.data.sequence_tokens:
-            raise ValueError(
-                f"{answers.section}.answer_tokens={answers.answer_tokens} leaves no room for a prompt in data.sequence_tokens="
-                f"{self.data.sequence_tokens}"
-            )
 
     @property
     def answers(self) -> GrpoConfig | PpoConfig:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -193,15 +194,9 @@ def _shuffled(documents: Iterator[str], window: int, draw: random.Random) -> Ite
 
 
 def _paragraphs(lines: IO[str]) -> Iterator[str]:
-    document: list[str] = []
-    for line in lines:
-        if line.strip():
-            document.append(line)
-        elif document:
-            yield "".join(document)
-            document = []
-    if document:
-        yield "".join(document)
+    for has_text, paragraph in groupby(lines, lambda line: bool(line.strip())):
+        if has_text:
+            yield "".join(paragraph)
 
 
 def _json_lines(path: Path, lines: IO[str]) -> Iterator[tuple[Line, Any]]:

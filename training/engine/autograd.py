@@ -145,20 +145,11 @@ GiveView = Callable[[torch.dtype], Tensor | None]
 Event = Callable[[], None]
 
 
-def gate_inputs(backward_ends: Event, anchor: Tensor, args: Any) -> tuple[Tensor, Any]:
-    """Gate the tensors in ``args``. Returns the gated anchor, for the block's weights, and the gated ``args``."""
-    leaves, spec = tree_flatten(args)
+def gate_tensors(event: Event, values: Any) -> Any:
+    """Gate the tensors in ``values``: a block's anchor and inputs, or its outputs. Backward calls ``event``."""
+    leaves, spec = tree_flatten(values)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    gated = _Gate.apply(backward_ends, anchor, *(leaves[i] for i in places))
-    for i, leaf in zip(places, gated[1:], strict=True):
-        leaves[i] = leaf
-    return gated[0], tree_unflatten(leaves, spec)
-
-
-def gate_outputs(backward_begins: Event, outputs: Any) -> Any:
-    leaves, spec = tree_flatten(outputs)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    gated = _Gate.apply(backward_begins, *(leaves[i] for i in places))
+    gated = _Gate.apply(event, *(leaves[i] for i in places))
     for i, leaf in zip(places, gated, strict=True):
         leaves[i] = leaf
     return tree_unflatten(leaves, spec)

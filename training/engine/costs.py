@@ -144,7 +144,7 @@ def step_traffic(
     for bucket in plan.buckets:
         flows += _gathers(plan, options, bucket, ranks, accumulation, first, forwards)
         if bucket.trainable is not None:
-            flows.append(_reduce(plan, options, bucket, bucket.trainable, ranks, accumulation))
+            flows.append(_reduce(plan, options, bucket, ranks, accumulation))
     return flows
 
 
@@ -199,14 +199,9 @@ def _gathers(
         yield Flow("gather", "gather_inside", flat_param.name, calls, num_nodes * wire, inside, 0)
 
 
-def _reduce(
-    plan: BucketPlan,
-    options: EngineOptions,
-    bucket: Bucket,
-    flat_param: FlatParameter,
-    ranks: GroupShape,
-    accumulation: int,
-) -> Flow:
+def _reduce(plan: BucketPlan, options: EngineOptions, bucket: Bucket, ranks: GroupShape, accumulation: int) -> Flow:
+    flat_param = bucket.trainable
+    assert flat_param is not None
     calls, size = 1, options.reduce_dtype.itemsize
     if gradients.alternates(options, bucket):
         calls = accumulation if bucket.block is None or bucket.block >= first_backward_block(plan) else 0

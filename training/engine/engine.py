@@ -57,7 +57,7 @@ class Engine:
             model: only names and shapes of its parameters are read; ``load_full`` sets the values, which are zeros until then.
             plan: made from this model for ``options.sharding.shard_ranks``.
             compressor: sums over the ranks that hold the same shard; required if there are several.
-            trace: called when work on a buffer begins and ends, for tests.
+            trace: called when work on a buffer begins and ends.
         Raises:
             ValueError: plan or options do not match the groups.
         """
@@ -166,8 +166,7 @@ class Engine:
         Do not write to a tensor or keep it: it may be memory that the optimizer uses.
         """
         for flat_param, main in self.named_flat_params():
-            shards = run_leg(self.groups.main, self._group, all_gather, self._group, main.data)
-            full_N = torch.cat(shards)
+            full_N = torch.cat(run_leg(self.groups.main, self._group, all_gather, self._group, main.data))
             for param in flat_param.params:
                 yield param.name, param.of(full_N)
 

@@ -109,12 +109,16 @@ class BucketPlan:
         return tuple(bucket for bucket in self.buckets if bucket.block is not None)
 
     @property
+    def trainable(self) -> list[FlatParameter]:
+        return [flat_param for flat_param in self.flat_params if flat_param.trainable]
+
+    @property
     def num_parameters(self) -> int:
         return sum(bucket.num_parameters for bucket in self.buckets)
 
     @property
     def num_trainable(self) -> int:
-        return sum(flat_param.num_parameters for flat_param in self.flat_params if flat_param.trainable)
+        return sum(flat_param.num_parameters for flat_param in self.trainable)
 
 
 def plan_buckets(

@@ -219,12 +219,8 @@ class Weights:
 
     def changed(self) -> None:
         """Release buckets of an older version."""
-        for bucket in self._plan.buckets:
-            place = self._bucket_buffers[bucket.number]
-            if any(
-                place.versions.get(flat_param.name) != self._shards[flat_param.name].version
-                for flat_param in bucket.flat_params
-            ):
+        for bucket, place in zip(self._plan.buckets, self._bucket_buffers, strict=True):
+            if any(place.versions.get(name) != self._shards[name].version for name in place.views):
                 self._drop(bucket)
 
     def close(self, reason: BaseException) -> None:

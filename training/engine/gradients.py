@@ -217,9 +217,9 @@ class Gradients:
 
     def end_step(self) -> None:
         """Called after the last micro-batch: reduce, in plan order, the buckets that backward has not completed."""
-        for bucket in self._buckets():
-            place = self._bucket_buffers[bucket.number]
-            if place.is_last:
+        for bucket in self._plan.buckets:
+            place = self._bucket_buffers.get(bucket.number)
+            if place is None or place.is_last:
                 continue
             if place.alternates:
                 place.is_last = True
@@ -239,8 +239,7 @@ class Gradients:
         for lane in self._lanes:
             lane.finish(self._patience_s)
         self.waited_s += time.perf_counter() - start_s
-        for bucket in self._buckets():
-            place = self._bucket_buffers[bucket.number]
+        for place in self._bucket_buffers.values():
             place.grad_S.div_(self._num_ranks)
             place.has_sum = place.is_last = False
             place.written.clear()
@@ -294,9 +293,6 @@ class Gradients:
         compressor.begin_step(self.grads())
         for name, sum_S in self.grads().items():
             sum_S.copy_(compressor(name, sum_S))
-
-    def _buckets(self) -> list[Bucket]:
-        return [bucket for bucket in self._plan.buckets if bucket.trainable is not None]
 
     def _close_pools(self, reason: BaseException) -> None:
         for pool in self._pools:

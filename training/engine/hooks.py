@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tightwire.training.engine.autograd import (
-    gate_inputs,
-    gate_outputs,
+    gate_tensors,
     is_gated,
     keep_gate_and_up,
     keep_norms_input,
@@ -224,7 +223,7 @@ class Hooks:
                 anchor = micro_batch.anchor
                 if awaits_backward:
                     event = partial(micro_batch.backward_ends, bucket)
-                    anchor, (args, kwargs) = gate_inputs(event, anchor, (args, kwargs))
+                    anchor, (args, kwargs) = gate_tensors(event, (anchor, (args, kwargs)))
                 micro_batch.block_anchor = anchor
             weights = [micro_batch.parameter(use, micro_batch.block_anchor) for _, use in users]
 
@@ -238,7 +237,7 @@ class Hooks:
                 outputs = compute()
             if ends:
                 begin = partial(micro_batch.backward_begins, bucket)
-                outputs = gate_outputs(begin, outputs) if awaits_backward else outputs
+                outputs = gate_tensors(begin, outputs) if awaits_backward else outputs
                 micro_batch.end_block(bucket, awaits_backward)
             return outputs
 

@@ -176,13 +176,12 @@ def measure_optimizer(config: OptimizerConfig) -> OptimizerBytes:
 
 def checkpoint_bytes(config: OptimizerConfig, plan: BucketPlan, between: CompressorOptions, num_replicas: int) -> int:
     """Bytes of one checkpoint, which has no frozen weights, in all ranks' files. With several replicas, each one stores its own residuals."""
-    trainable = [flat_param for flat_param in plan.flat_params if flat_param.trainable]
     element_bytes = _FLOAT32_BYTES + measure_optimizer(config).kept
-    shared = element_bytes * sum(flat_param.num_parameters for flat_param in trainable)
+    shared = element_bytes * plan.num_trainable
     if num_replicas == 1:
         return shared
     ranks = range(plan.shard_ranks)
-    shards = [cut_shard(flat_param, rank, plan.shard_ranks) for flat_param in trainable for rank in ranks]
+    shards = [cut_shard(flat_param, rank, plan.shard_ranks) for flat_param in plan.trainable for rank in ranks]
     return shared + num_replicas * sum(kept_bytes(between, shard) for shard in shards)
 
 
@@ -202,9 +201,8 @@ def rank_memory(
 ) -> RankMemory:
     """``plan``: the buckets of ``llama``, sharded for these ranks."""
     nodes = {"num_nodes": topology.num_nodes, "ranks_per_node": topology.ranks_per_node}
-    trainable = [flat_param for flat_param in plan.flat_params if flat_param.trainable]
-    shards = [flat_param.num_elems // plan.shard_ranks for flat_param in trainable]
-    has_replicas = topology.world_size > plan.shard_ranks
+    shards = [flat_param.num_elems // plan.shard_ranks for flat_param in plan.trainable]
+    replicated = plan.trainable if topology.world_size > plan.shard_ranks else []
     between, optimizer = config.parallel.between, measure_optimizer(config.optimizer)
     accumulates = config.batch.accumulation(topology.world_size) > 1
     activations = activation_bytes(llama, options, config, accumulates=accumulates)
@@ -212,9 +210,7 @@ def rank_memory(
     return RankMemory(
         stays={
             **engine_memory(plan, options, **nodes),
-            "between": sum(kept_bytes(between, cut_shard(flat_param, 0, plan.shard_ranks)) for flat_param in trainable)
-            if has_replicas
-            else 0,
+            "between": sum(kept_bytes(between, cut_shard(each, 0, plan.shard_ranks)) for each in replicated),
             "optimizer": optimizer.kept * sum(shards),
         },
         moments={

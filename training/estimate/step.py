@@ -12,13 +12,7 @@ from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.sizes import format_bytes
 from tightwire.training.compression.compressors import compressor_bytes, inside_bytes
-from tightwire.training.config.optimizer import (
-    CompressorOptions,
-    DenseOptions,
-    DgcOptions,
-    SparseOptions,
-    TopKOptions,
-)
+from tightwire.training.config.optimizer import CompressorOptions, DenseOptions, DgcOptions, SparseOptions, TopKOptions
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.engine.costs import Flow, step_traffic
 from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard
@@ -94,9 +88,8 @@ class StepModel:
     def on_rank(self, rank: int) -> "StepModel":
         """The same step on another rank."""
         topology = replace(self.topology, rank=rank)
-        return replace(
-            self, topology=topology, compressors=_compressors(self.config, self.options, self.plan, topology, self.step)
-        )
+        compressors = _compressors(self.config, self.options, self.plan, topology, self.step)
+        return replace(self, topology=topology, compressors=compressors)
 
 
 def model_step(
@@ -138,16 +131,15 @@ def _compressors(
     shard_rank, replica = (0, topology.rank) if is_whole else (topology.node_rank, topology.node)
     is_one_round = isinstance(compressor, SparseOptions) or (isinstance(compressor, DenseOptions) and replicas == 2)
     found = {}
-    for flat_param in plan.flat_params:
-        if flat_param.trainable:
-            shard = cut_shard(flat_param, shard_rank, plan.shard_ranks)
-            sent = compressor_bytes(compressor, shard, rank=replica, world_size=replicas, step=step)
-            to_neighbours = sent * neighbours // (replicas - 1)
-            found[flat_param.name] = CompressorBytes(
-                inside=to_neighbours + inside_bytes(compressor, shard, plan.shard_ranks),
-                between_nodes=sent - to_neighbours,
-                rounds=1 if is_one_round else 2,
-            )
+    for flat_param in plan.trainable:
+        shard = cut_shard(flat_param, shard_rank, plan.shard_ranks)
+        sent = compressor_bytes(compressor, shard, rank=replica, world_size=replicas, step=step)
+        to_neighbours = sent * neighbours // (replicas - 1)
+        found[flat_param.name] = CompressorBytes(
+            inside=to_neighbours + inside_bytes(compressor, shard, plan.shard_ranks),
+            between_nodes=sent - to_neighbours,
+            rounds=1 if is_one_round else 2,
+        )
     return found
 
 
@@ -190,7 +182,7 @@ def sparse_phases(
     options: DgcOptions | TopKOptions, plan: BucketPlan, replicas: int
 ) -> tuple[Mapping[int, Phase], int]:
     """Each phase by its first step, and the bytes of a step with dense sums: those that replica 0 sends of shard 0."""
-    shards = [cut_shard(param, 0, plan.shard_ranks) for param in plan.flat_params if param.trainable]
+    shards = [cut_shard(flat_param, 0, plan.shard_ranks) for flat_param in plan.trainable]
 
     def sent_bytes(compressor: CompressorOptions, step: int) -> int:
         return sum(compressor_bytes(compressor, shard, rank=0, world_size=replicas, step=step) for shard in shards)

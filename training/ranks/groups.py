@@ -21,8 +21,6 @@ from tightwire.comm.group.nodes import join_nodes
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.sharding import Sharding
 
-_LANES = ("gather", "reduce", "main")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainGroups:
@@ -80,23 +78,16 @@ def rollout_group(lane: Group, num_ranks: int) -> Group:
 
 
 def open_train_groups(
-    topology: Topology,
-    *,
-    store: Store,
-    device: torch.device,
-    timeout_s: float,
-    join_timeout_s: float | None = None,
-    name: str = "train",
-    interface: str | None = None,
+    topology: Topology, *, store: Store, device: torch.device, timeout_s: float, interface: str | None = None
 ) -> TrainGroups:
     """Connect the processes once per lane; arguments and errors as for ``comm.group.group.open_process_group``."""
 
     def join(lane: str) -> Group:
-        how: dict[str, Any] = {"join_timeout_s": join_timeout_s, "name": f"{name}/{lane}", "interface": interface}
+        how: dict[str, Any] = {"name": f"train/{lane}", "interface": interface}
         group = open_process_group(topology, store=store, device=device, timeout_s=timeout_s, **how)
         return join_nodes(group, topology, store=store, **how)
 
-    return TrainGroups(**{lane: join(lane) for lane in _LANES})
+    return TrainGroups(**{lane: join(lane) for lane in ("gather", "reduce", "main")})
 
 
 def _alone(lane: Group) -> Group:

@@ -23,6 +23,7 @@ from tightwire.training.start.export import ADAPTER_CONFIG, CONFIG, check_out
 # Data paths, whose files are compared instead, and values that only rank 0 or no rank uses.
 _MAY_DIFFER = ("run", "data.files", "data.held_out_files", "export.folder", "log.", "dry_run.")
 _MOST_KEYS = 5  # keys in the error message
+_CONFIG = "config.yaml"
 
 
 def check_same_configuration(config: TrainConfig, data: RunData, control: Control) -> None:
@@ -77,9 +78,6 @@ def _values_of(key: str, ranks: list[dict[str, Any]]) -> str:
     return f"{key} is " + ", ".join(f"{value} on {name_ranks(own)}" for value, own in by_value.items())
 
 
-_MODEL, _ADAPTER, _CONFIG = "model", "adapter", "config.yaml"
-
-
 def make_run_folder(config: TrainConfig, control: Control) -> Path:
     """Create the run's folder, remove unfinished files of a killed run, and write the configuration there. Collective.
 
@@ -103,7 +101,7 @@ def make_run_folder(config: TrainConfig, control: Control) -> Path:
 
 
 def find_export_folder(config: TrainConfig, run: Path) -> Path:
-    name = _MODEL if config.model.lora is None else _ADAPTER
+    name = "model" if config.model.lora is None else "adapter"
     return Path(config.export.folder).expanduser() if config.export.folder else run / name
 
 

@@ -28,8 +28,6 @@ from tightwire.training.ranks.groups import Control
 from tightwire.training.run.rollouts import Rollouts
 from tightwire.training.run.setup import Trained
 
-_NO_CLIPPING = math.inf
-
 
 class DivergedError(RuntimeError):
     """Gradients or weights are inf or NaN; these weights are not saved."""
@@ -157,7 +155,7 @@ class Loop:
         begun, sent, waited = perf_counter(), self._engine.bytes_sent, self._engine.waited_s
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, self.step)
         (loss, *sums), items = self._gradients(), self._weight
-        norm = self._engine.clip_gradients(self.config.optimizer.clip_norm or _NO_CLIPPING)
+        norm = self._engine.clip_gradients(self.config.optimizer.clip_norm or math.inf)
         if not math.isfinite(norm):
             self._diverged(loss)
         for group in self._state.optimizer.param_groups:

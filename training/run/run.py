@@ -34,6 +34,7 @@ from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.estimate.step import advice, flops_per_token, model_step, peak_flops
 from tightwire.training.log.run_log import RunLog, Terminal
+from tightwire.training.log.timeline import Timeline
 from tightwire.training.ranks.groups import open_store, rollout_group
 from tightwire.training.run.checks import (
     check_disk_space,
@@ -102,12 +103,7 @@ class Run:
     """A run on connected ranks. All ranks make the same calls."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        options: EngineOptions,
-        data: RunData,
-        ranks: Ranks,
-        engines: Engines | None = None,
+        self, config: TrainConfig, options: EngineOptions, data: RunData, ranks: Ranks, engines: Engines | None = None
     ) -> None:
         """Raises ValueError: ranks have different configurations, a folder cannot be written, or there is no such model."""
         self._config, self._data, self._control, self._engines = config, data, ranks.control, engines
@@ -122,7 +118,9 @@ class Run:
             topology = Topology(0, ranks.groups.world_size, num_nodes=ranks.groups.num_nodes)
             usable = usable_bytes(ranks.groups.device, find_topology(os.environ, None).ranks_per_node)
             options = model_step(config, options, self._start.config, topology).fitting(usable).options
-        self._trained = make_trained(config, options, self._start, ranks.groups)
+        self._timeline = Timeline() if config.log.trace else None
+        traced = {} if self._timeline is None else {"trace": self._timeline}
+        self._trained = make_trained(config, options, self._start, ranks.groups, **traced)
         plan, replicas = self._trained.engine.plan, self._trained.state.replica.size
         compressor = config.parallel.between
         with ranks.control.failing_together(ValueError):
@@ -171,6 +169,9 @@ class Run:
                     evaluate = Evaluator(config, trained, start, control, held_out).run
                 else:
                     evaluate = partial(rollouts.evaluate, held_out)
+            flops = flops_per_token(
+                start.config, config.data.sequence_tokens, config.product_passes, scores=config.model.head == "reward"
+            )
             loop = Loop(
                 config=config,
                 trained=trained,
@@ -185,12 +186,7 @@ class Run:
                 log=log,
                 rollouts=rollouts,
                 stop_signal=stop_signal,
-                flops_per_token=flops_per_token(
-                    start.config,
-                    config.data.sequence_tokens,
-                    config.product_passes,
-                    scores=config.model.head == "reward",
-                ),
+                flops_per_token=flops,
                 peak_flops=(config.log.peak_tflops or 0) * 1e12
                 or peak_flops(trained.device, getattr(torch, config.model.compute_dtype)),
                 step=step,
@@ -213,7 +209,9 @@ class Run:
                 rollouts.close()
             if log is not None:
                 log.close()
-                self._write_page(terminal)
+                self._write(terminal, "run's page", self._write_page)
+            if self._timeline is not None:
+                self._write(terminal, "trace", partial(self._timeline.write, self._folder, control.rank))
 
     def _need_engines(self) -> Engines:
         if self._engines is None:
@@ -221,12 +219,17 @@ class Run:
             raise ValueError(f"data.kind={kind} needs an engine that answers; start the run with `tightwire train`")
         return self._engines
 
-    def _write_page(self, terminal: Terminal) -> None:
+    def _write_page(self) -> str:
+        page = write_page(self._folder)
+        return f"figures and answers are in {page}" if page else ""
+
+    def _write(self, terminal: Terminal, name: str, write: Callable[[], str]) -> None:
+        """Write a file that is no part of the result, and say what ``write`` returns."""
         try:
-            if page := write_page(self._folder):
-                terminal.say(f"figures and answers are in {page}")
+            if said := write():
+                terminal.say(said)
         except OSError as error:
-            terminal.say(f"WARNING: the run's page could not be written: {error}")
+            terminal.say(f"WARNING: the {name} could not be written: {error}")
 
     def _load(self) -> tuple[Path | None, int, int, Mapping[str, Any] | None]:
         """Load the weights. Returns the checkpoint (None: a new run), its step, its position and its answers."""

@@ -14,12 +14,12 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.training.checkpoint.files import flat_shards
 from tightwire.training.checkpoint.state import Replica, RunState
 from tightwire.training.compression.compressors import Replicas, make_compressor
-from tightwire.training.config.optimizer import DenseOptions
 from tightwire.training.config.tree import ParallelConfig, TrainConfig
 from tightwire.training.data.chats import ChatEncoder, ChatPacker, PairPacker, PromptPacker
 from tightwire.training.data.sequences import AnyPacker, Packer
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.flat_parameters import BucketPlan, cut_shard
+from tightwire.training.engine.gathered_weights import Trace
 from tightwire.training.engine.gradients import GradientCompressor
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.optimizer import make_optimizer
@@ -93,7 +93,13 @@ def connect_ranks(parallel: ParallelConfig, topology: Topology, store: Store, de
     return Ranks(groups=groups, control=Control(control))
 
 
-def make_trained(config: TrainConfig, options: EngineOptions, start: StartingModel, groups: TrainGroups) -> Trained:
+def make_trained(
+    config: TrainConfig,
+    options: EngineOptions,
+    start: StartingModel,
+    groups: TrainGroups,
+    trace: Trace = lambda *_: None,
+) -> Trained:
     """Build the model, engine and optimizer, with weights of zero until loaded; ValueError: something does not fit."""
     check_sequences(config, start.config)
     shard_ranks = options.sharding.shard_ranks(groups.world_size, groups.num_nodes)
@@ -101,14 +107,13 @@ def make_trained(config: TrainConfig, options: EngineOptions, start: StartingMod
     model.loss_function = next_token_loss
     weights: dict[str, torch.Tensor] = {}
     compressor = _make_compressor(config, options, plan, groups, weights)
-    engine = Engine(model, plan, groups, options, compressor)
+    engine = Engine(model, plan, groups, options, compressor, trace)
     shards = flat_shards(engine)
     weights.update({shard.name: shard.flat_N for shard in shards})
     optimizer = make_optimizer(config.optimizer, engine.param_groups())
     replicas = replica_group(groups.main, options.sharding)
-    state = RunState(
-        shards=shards, optimizer=optimizer, compressor=compressor, replica=Replica(replicas.rank, replicas.world_size)
-    )
+    replica = Replica(replicas.rank, replicas.world_size)
+    state = RunState(shards=shards, optimizer=optimizer, compressor=compressor, replica=replica)
     return Trained(model=model, objective=make_objective(config), engine=engine, state=state, device=groups.device)
 
 
@@ -137,18 +142,6 @@ def _make_compressor(
     if replicas.world_size == 1:
         return None
     inside = shard_group(groups.reduce, options.sharding)
-    shards = {
-        flat_param.name: cut_shard(flat_param, inside.rank, inside.world_size)
-        for flat_param in plan.flat_params
-        if flat_param.trainable
-    }
-    chosen = config.parallel.between
-    return make_compressor(
-        chosen,
-        Replicas(
-            group=replicas,
-            shards=shards,
-            inside=None if isinstance(chosen, DenseOptions) else inside,
-            weights=lambda name: weights[name].detach(),
-        ),
-    )
+    shards = {own.name: cut_shard(own, inside.rank, inside.world_size) for own in plan.trainable}
+    given = Replicas(group=replicas, shards=shards, inside=inside, weights=lambda name: weights[name].detach())
+    return make_compressor(config.parallel.between, given)

@@ -175,8 +175,7 @@ class Grpo(OfAnswers):
         logprobs_BS = self._logprobs(model, batch)
         if batch.old_BS is None:
             batch.old_BS = logprobs_BS.detach()
-        given = logprobs_BS, batch.old_BS, batch.sampled_BS, batch.scores_B[:, None]
-        losses_BS, figures = self.clipped_losses(*given)
+        losses_BS, figures = self.clipped_losses(logprobs_BS, batch.old_BS, batch.sampled_BS, batch.scores_B[:, None])
         kl_BS = torch.zeros_like(losses_BS)
         if reference_BS is not None:
             kl_BS = k3(reference_BS - logprobs_BS)

@@ -42,9 +42,8 @@ class Distill(MeanOfTargets):
         logits_NV, places_N = logits_BSV.float().flatten(0, 1), batch.targets_BS.flatten()
         learned_N = places_N != IGNORED
         if places_N.is_meta:  # the memory of a step is measured
-            ids_NK, logs_NK = (
-                places_N.new_zeros(len(places_N), self.top, dtype=dtype) for dtype in (torch.int64, torch.float32)
-            )
+            logs_NK = logits_NV.new_zeros(len(places_N), self.top)
+            ids_NK = logs_NK.long()
         else:
             own_N = places_N.clamp(min=0).to("cpu")
             ids_NK, logs_NK = (each[own_N].to(places_N.device) for each in self._table)

@@ -39,7 +39,6 @@ class MeanOfTargets(ABC):
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
         """As ``Objective.loss``."""
-        ...
 
 
 class _NextTokenLoss(torch.autograd.Function):

@@ -82,7 +82,6 @@ class Pairs(ABC):
     @abstractmethod
     def _rewards(self, model: Any, rows: Batch) -> Tensor:
         """(2B,) the reward of each row."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,10 @@
-"""Runs ``tightwire train`` and writes what each bucket of parameters did when, one file a rank, for ui.perfetto.dev.
-
-    torchrun --standalone --nproc-per-node 2 tools/training_timeline.py OUT pretrain-10m parallel.sharding=zero3 schedule.steps=6 schedule.warmup_steps=0
-
-OUT-rank-0.json and its like are Chrome traces with a row for each kind of work: gathering weights, computing, writing gradients
-and reducing them. The last line of rank 0 says which share of gathering and reducing ran beside computing.
-"""
+"""Records when a rank gathered, computed, wrote and reduced each bucket of parameters, for ui.perfetto.dev (``log.trace``)."""
 
 import json
-import os
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +13,11 @@ Interval = tuple[float, float]
 
 
 class Timeline:
-    """A ``Trace`` of the engine: keeps each piece of work with its begin and end in seconds."""
+    """A ``Trace`` of the engine: keeps the last pieces of work with their begin and end in seconds."""
 
-    def __init__(self) -> None:
-        self.work: list[tuple[str, str, str, float, float]] = []  # kind, bucket, buffer, begin, end
+    def __init__(self, most: int = 200_000) -> None:
+        """``most``: pieces of work that are kept, about 0.2 kB each."""
+        self.work: deque[tuple[str, str, str, float, float]] = deque(maxlen=most)  # kind, bucket, buffer, begin, end
         self._begun: dict[tuple[str, str, str], float] = {}
         self._lock = threading.Lock()  # the lanes have threads of their own
 
@@ -36,22 +29,27 @@ class Timeline:
             elif (begun := self._begun.pop((kind, bucket, buffer), None)) is not None:
                 self.work.append((kind, bucket, buffer, begun, now))
 
+    def write(self, folder: Path, rank: int) -> str:
+        """Write ``trace-rank-N.json``, a Chrome trace with a row for each kind of work. Returns what a user is told. OSError: it cannot be written."""
+        (folder / f"trace-rank-{rank}.json").write_text(json.dumps(self.chrome(rank)))
+        shares = ", ".join(f"{kind} {self.hidden(kind):.0%}" for kind in ("gather", "reduce"))
+        return f"beside computing: {shares}; {folder}/trace-rank-*.json opens in ui.perfetto.dev"
+
     def chrome(self, rank: int) -> dict[str, Any]:
         """The trace as an object to write as JSON, in microseconds of the clock that processes of a host share."""
+        common = [{"pid": rank, "tid": row} for row in range(len(KINDS))]
         rows = [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": kind}}
-            for row, kind in enumerate(KINDS)
+            {"ph": "M", "name": "thread_name", "args": {"name": kind}, **common[row]} for row, kind in enumerate(KINDS)
         ]
         bars = [
             {
                 "ph": "X",
                 "name": bucket,
                 "cat": kind,
-                "pid": rank,
-                "tid": KINDS.index(kind),
                 "ts": round(begin * 1e6, 3),
                 "dur": round((end - begin) * 1e6, 3),
                 "args": {"buffer": buffer},
+                **common[KINDS.index(kind)],
             }
             for kind, bucket, buffer, begin, end in self.work
         ]
@@ -79,21 +77,3 @@ def _joined(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             joined.append((begin, end))
     return joined
-
-
-def main(out: str, argv: list[str]) -> int:
-    from tightwire.training.cli import train
-    from tightwire.training.run import setup
-
-    timeline, rank = Timeline(), int(os.environ.get("RANK", "0"))
-    setup.Engine = partial(setup.Engine, trace=timeline)  # pyright: ignore[reportAttributeAccessIssue]
-    status = train(argv)
-    Path(f"{out}-rank-{rank}.json").write_text(json.dumps(timeline.chrome(rank)))
-    if rank == 0:
-        shares = ", ".join(f"{kind} {timeline.hidden(kind):.0%}" for kind in ("gather", "reduce"))
-        sys.stdout.write(f"beside computing: {shares}; {out}-rank-*.json opens in ui.perfetto.dev\n")
-    return status
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]) if len(sys.argv) > 2 else __doc__)

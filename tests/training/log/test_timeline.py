@@ -3,23 +3,31 @@ from pathlib import Path
 
 import pytest
 from helpers.training.training_runs import write_config
-from training_timeline import KINDS, Timeline, main
 
-from tightwire.training.run import setup
+from tightwire.training.cli import train
+from tightwire.training.log.timeline import KINDS, Timeline
 
 
-def test_a_run_writes_the_trace_of_its_buckets(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(setup, "Engine", setup.Engine)  # which the tool replaces
-    out = f"{tmp_path}/trace"
-    assert (
-        main(out, [str(write_config(tmp_path)), "schedule={steps: 2, warmup_steps: 0}", "parallel.sharding=zero3"]) == 0
-    )
-    events = json.loads(Path(f"{out}-rank-0.json").read_text())["traceEvents"]
+def test_a_run_writes_the_trace_of_its_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = "schedule={steps: 2, warmup_steps: 0}"
+    assert train([str(write_config(tmp_path)), steps, "parallel.sharding=zero3", "log.trace=true"]) == 0
+    (written,) = tmp_path.rglob("trace-rank-*.json")
+    assert written.name == "trace-rank-0.json"
+    events = json.loads(written.read_text())["traceEvents"]
     bars = {(event["cat"], event["name"]) for event in events if event["ph"] == "X"}
     assert {(kind, f"blocks.{block}") for kind in KINDS for block in range(3)} <= bars
-    assert "beside computing: gather " in capsys.readouterr().out
+    assert f"{written.parent}/trace-rank-*.json opens in ui.perfetto.dev" in capsys.readouterr().err
+
+
+def test_a_trace_that_cannot_be_written_does_not_fail_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Timeline, rank: int) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Timeline, "chrome", full)
+    assert train([str(write_config(tmp_path)), "schedule={steps: 1, warmup_steps: 0}", "log.trace=true"]) == 0
+    assert "WARNING: the trace could not be written: No space left on device" in capsys.readouterr().err
 
 
 def test_a_timeline_has_a_bar_for_each_piece_of_work_and_says_what_ran_beside_computing() -> None:
