@@ -245,7 +245,7 @@ class LogConfig(Section):
     every: PositiveInt = Field(default=10, description="steps between two lines on the terminal")
     tensorboard: bool = Field(default=True, description="write TensorBoard files, if tensorboard is installed")
     peak_tflops: PositiveFloat | None = Field(default=None, description="of a rank's device, for MFU; else measured")
-    trace: bool = Field(default=False, description="write when each bucket moved, as a Chrome trace a rank, to the folder")
+    trace: bool = Field(default=False, description="write when each bucket moved, to the run's folder")
 
 
 class ExportConfig(Section):

@@ -80,7 +80,8 @@ def find_reward(name: str, device: torch.device) -> Reward:
         found = pkgutil.resolve_name(name) if ":" in name else None
     except Exception as error:  # noqa: BLE001, a module of the user's may raise anything
         raise ValueError(f"rewards: {name} cannot be imported: {error!r}") from None
-    if not callable(found):
+    is_function = callable(found)
+    if not is_function:
         raise ValueError(f"rewards: {name} is neither a function, package.module:name, nor a reward model's folder")
     return found  # pyright: ignore[reportReturnType]
 

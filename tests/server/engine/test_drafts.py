@@ -49,7 +49,7 @@ def test_a_draft_is_limited_by_room() -> None:
 
 
 def test_a_draft_ends_with_a_stop_token() -> None:
-    params = SamplingParams(max_tokens=20, stop_token_ids=[4])
+    params = SamplingParams(max_tokens=20, stop_token_ids=(4,))
     again = make_request(AddRequest("r", [1, 2, 3, 4, 5, 6, 1, 2], params), (), 0.0)
     assert DRAFTER.draft(again, room=10) == [3, 4]
 

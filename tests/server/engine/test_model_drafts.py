@@ -73,8 +73,7 @@ def test_alike_prompts_that_start_together_are_computed_once() -> None:
     drafter, runner = make_drafter()
     prompt = [i % VOCAB for i in range(150)]
     together = [request([*prompt, last], 150) for last in range(4)]
-    for _ in range(8):
-        found = drafts(drafter, *together)
+    found = [drafts(drafter, *together) for _ in range(8)][-1]
     assert [each[:3] for each in found] == [greedy([*prompt, last], 3) for last in range(4)]
     of_prompts = sum(plan.num_rows for plan in runner.plans if plan.num_rows > 5)
     assert of_prompts < 180
@@ -83,8 +82,8 @@ def test_alike_prompts_that_start_together_are_computed_once() -> None:
 def test_a_long_prompt_that_does_not_pay_leaves_the_others_their_drafts() -> None:
     drafter, _ = make_drafter(row_s=0.1)
     near, far = request([3, 1, 4, 1, 5]), request([i % VOCAB for i in range(240)])
-    (alone,) = drafts(drafter, near)
-    assert len(alone) > 2 and drafts(drafter, near, far) == [alone, []]
+    first, none = drafts(drafter, near, far)
+    assert first == greedy(near.token_ids, len(first)) and first and not none
 
 
 def test_sequences_longer_than_its_cache_get_no_draft() -> None:
@@ -93,16 +92,16 @@ def test_sequences_longer_than_its_cache_get_no_draft() -> None:
         max_model_len=256,
         max_num_seqs=4,
         max_num_batched_tokens=16,
-        num_blocks=16,
+        num_blocks=32,
         block_size=4,
         groups=LayerGroups(num_full=0, num_sliding=1, window=8),
     )
     drafter, runner = make_drafter(windows)
-    short, long = drafts(drafter, request([3, 1, 4, 1, 5]), request([1] * 65))
+    short, long = drafts(drafter, request([3, 1, 4, 1, 5]), request([1] * 129))
     assert short and not long
-    assert max(max(plan.context_lens) for plan in runner.plans) <= 64
+    assert max(max(plan.context_lens) for plan in runner.plans) <= 128
     for _ in range(100):
-        assert drafts(drafter, request([1] * 64)) == [[]], "nor is one tried"
+        assert drafts(drafter, request([1] * 128)) == [[]], "nor is one tried"
     assert drafts(drafter, request([3, 1, 4, 1, 5]))[0]
 
 
@@ -129,7 +128,7 @@ def test_nothing_is_drafted_behind_a_stop_token_and_a_right_one_counts() -> None
         rules=RequestRules(vocab_size=VOCAB, max_model_len=LIMITS.max_model_len),
         drafter=drafter,
     )
-    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, stop_token_ids=[stop])
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, stop_token_ids=(stop,))
     engine.add(AddRequest("a", prompt, params))
     outputs = []
     while engine.has_work():

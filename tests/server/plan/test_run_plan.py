@@ -321,7 +321,7 @@ def test_why_ranks_do_not_share_memory_is_told(monkeypatch: pytest.MonkeyPatch) 
 def test_planning_ahead_is_told(asked: str) -> None:
     decision = decide(make_config({"tp": 1, "device": "cpu", "plan_ahead": asked}), MODEL)
     assert decision.plan.plan_ahead == (asked == "on")
-    assert ("plan-ahead: each step without drafts is planned" in decision.summary()) == (asked == "on")
+    assert ("plan-ahead: each step that may not have drafts is launched" in decision.summary()) == (asked == "on")
 
 
 def test_on_gpus_a_stage_of_a_pipeline_is_one(gpus: list[CudaDevice]) -> None:

@@ -56,7 +56,10 @@ def test_rank_0_has_the_draft_model_and_its_cache_to_the_byte(model: Path, tmp_p
     assert decision.budget.cache_bytes(first) <= 1 << 20, "--kv-cache-memory is for both caches"
     assert plan.draft == checkpoint.location and not plain.plan.draft
     assert "draft model" in decision.budget.table() and "draft model" not in plain.budget.table()
-    assert f"speculation: rank 0 drafts with {checkpoint.name} (made for 512 tokens, activations in float)" in decision.summary()
+    assert (
+        f"speculation: rank 0 drafts with {checkpoint.name} (made for 512 tokens, activations in float)"
+        in decision.summary()
+    )
     runner.close()
 
 
@@ -153,7 +156,7 @@ def test_a_packed_draft_model_rounds_activations_only_where_that_is_faster(
     packed = make_tiny_gguf(tmp_path / "m.gguf", "Q4_1")
     for compiled, used in ((True, "int8"), (False, "float")):
         monkeypatch.setattr(setting, "available", lambda compiled=compiled: compiled)
-        assert f"(activations in {used})" in plan_of(packed, packed).summary()
+        assert f"activations in {used})" in plan_of(packed, packed).summary()
         assert choose_activations("fastest", "cpu", packed=True) == used
     assert (
         choose_activations("fastest", "cuda", packed=True) == choose_activations("fastest", "cpu", packed={}) == "float"

@@ -68,8 +68,12 @@ async def test_a_schema_with_n_seeds_streams_drafts_and_logprobs(sampling: dict[
     for choice in plain:
         assert choice["finish_reason"] == "stop"
         validator_for(SCHEMA).validate(json.loads(choice["content"]))
-    for options in ({"speculation": "ngram"}, {"speculation": "draft"}, {"plan_ahead": True}):
-        assert texts(await chat(SamplingEngine(**options), **fields)) == texts(plain)
+    for engine in (
+        SamplingEngine(speculation="ngram"),
+        SamplingEngine(speculation="draft"),
+        SamplingEngine(plan_ahead=True),
+    ):
+        assert texts(await chat(engine, **fields)) == texts(plain)
     assert texts(await chat(SamplingEngine(), **fields, stream=True)) == texts(plain)
     # With logprobs each token is sampled, so no token is appended without a forward pass.
     assert texts(await chat(SamplingEngine(), **fields, logprobs=True)) == texts(plain)
