@@ -77,11 +77,12 @@ def _load_draft(
     checkpoint: Checkpoint, dtype: torch.dtype, max_model_len: int, num_blocks: int, device: torch.device
 ) -> ModelRunner:
     """The whole model as a server's rank 0 loads it: packed matrices are for activations in 8 bits, if there are kernels."""
-    config, formats = checkpoint.config, formats_of(checkpoint, "auto")
-    if choose_activations("fastest", device.type, formats.packed) == "int8":
-        formats = formats.with_int8_activations()
+    config, formats, prepared = checkpoint.config, formats_of(checkpoint, "auto"), checkpoint.prepared
+    is_int8 = choose_activations("fastest", device.type, formats.packed) == "int8"
+    formats = formats.with_int8_activations() if is_int8 else formats
+    source = replace(prepared, int8_activations=is_int8) if prepared else checkpoint.reader()
     options = RunnerOptions(
         dtype=dtype, max_model_len=max_model_len, num_blocks=num_blocks, block_size=16, formats=formats
     )
     groups = RankGroups(replace(in_process_groups(1)[0], device=device))
-    return build_runner(config, checkpoint.reader(), split_model(config, formats, 1), groups, options)
+    return build_runner(config, source, split_model(config, formats, 1), groups, options)

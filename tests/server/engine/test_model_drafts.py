@@ -1,5 +1,6 @@
 """What a model drafts for which sequences, with a model that is always right and costs what a test says."""
 
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -80,8 +81,8 @@ def test_alike_prompts_that_start_together_are_computed_once() -> None:
 
 
 def test_a_long_prompt_that_does_not_pay_leaves_the_others_their_drafts() -> None:
-    drafter, _ = make_drafter(row_s=0.1)
-    near, far = request([3, 1, 4, 1, 5]), request([i % VOCAB for i in range(240)])
+    drafter, _ = make_drafter(replace(LIMITS, max_model_len=4096, num_blocks=1024), row_s=0.1)
+    near, far = request([3, 1, 4, 1, 5]), request([i % VOCAB for i in range(3000)])
     first, none = drafts(drafter, near, far)
     assert first == greedy(near.token_ids, len(first)) and first and not none
 
@@ -110,7 +111,7 @@ def test_what_was_cut_of_a_draft_and_proved_right_ends_no_draft() -> None:
     mine = request([3, 1, 4, 1, 5])
     (found,) = drafts(drafter, mine)
     assert len(found) > 2
-    mine.token_ids += found
+    mine.token_ids += found[:2]
     assert drafts(drafter, mine)[0][:2] == greedy(mine.token_ids, 2)
 
 
