@@ -18,12 +18,15 @@ from tightwire.bench.report.table import Column
 
 
 def read_rows(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """The cells of all files; ``auto``, which repeats one of the others, is left out. ValueError: not a finished `bench ttft`."""
+    """The cells of all files, interrupted ones too; ``auto``, which repeats one of the others, is left out. ValueError: no `bench ttft`, or it failed."""
     rows = []
     for path in paths:
         result = json.loads(path.read_text())
-        if not str(result.get("schema")).startswith("tightwire.bench.ttft/") or result["error"]:
-            raise ValueError(f"{path} is no result of a finished `tightwire bench ttft --output DIR`")
+        if not str(result.get("schema")).startswith("tightwire.bench.ttft/") or result["error"] not in (
+            None,
+            "interrupted",
+        ):
+            raise ValueError(f"{path} is no result of a `tightwire bench ttft --output DIR` that did not fail")
         for cell in result["cells"]:
             if cell["arm"] == "auto":
                 continue

@@ -32,8 +32,12 @@ def test_the_share_is_drawn_and_printed_by_ranks_length_and_concurrency(
     assert all(f"TP {tp}, two-shot, 1 at a time" in text for tp in (2, 4)) and "8 at a time" not in text
 
 
-def test_what_is_no_finished_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_failed_is_refused_and_one_that_was_interrupted_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = _write(tmp_path / "failed.json", 2, error="a rank was lost")
+    assert ttft_plot.main([str(tmp_path / "share.svg"), failed]) == 1
+    assert "failed.json is no result of a `tightwire bench ttft" in capsys.readouterr().err
+    assert ttft_plot.main([failed]) == 2
     stopped = _write(tmp_path / "stopped.json", 2, error="interrupted")
-    assert ttft_plot.main([str(tmp_path / "share.svg"), stopped]) == 1
-    assert "stopped.json is no result of a finished `tightwire bench ttft" in capsys.readouterr().err
-    assert ttft_plot.main([stopped]) == 2
+    assert ttft_plot.main([str(tmp_path / "share.svg"), stopped]) == 0
