@@ -47,7 +47,7 @@ def run(
     plain = replace(config, parallel=ParallelOptions(tp=num, layout="pipeline", stages=num))
     given = config.model.device, model, checkpoint.prepared is not None
     against = {layout: why for layout in ("hybrid", "pipeline") if (why := obstacles(plain, layout, *given))}
-    draft = open_draft(config, checkpoint)
+    draft = open_draft(_on(config, num), checkpoint)
     if not rates:
         own = memory_inputs(_on(config, num), model, formats, decide_setting(_on(config, num), model))
         rates = (measure_rates(own, work_of(own)),)

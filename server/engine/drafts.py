@@ -92,16 +92,15 @@ class Drafter:
         if self._recent and not request.cache_salt:
             text_N = np.concatenate([np.frombuffer(self._recent, "i4"), text_N])
         for length, places in self._matches(text_N):
-            token_ids, shares = _follow([text_N[p + 1 : p + 1 + room].tolist() for p in places])
+            token_ids, shares = _follow([text_N[p + 1 : p + 1 + room].tolist() for p in places], request.stop_ids)
             rates = [request.draft_rates[min(length + i, self.longest)] for i in range(len(shares))]
             odds = np.cumprod(np.multiply(shares, rates)).tolist()
             if sum(odds) > sum(best_odds):
                 best, best_odds, request.draft_basis = token_ids, odds, (length, shares)
-        num_allowed = next((i + 1 for i, token_id in enumerate(best) if token_id in request.stop_ids), len(best))
+        num_allowed = len(best)
         if best and request.params.grammar and self.grammars is not None:
             banned = self.grammars.banned(request, [*ahead, *best])[len(ahead) :]
-            held = (i for i, token_id in enumerate(best[:num_allowed]) if banned[i][token_id])
-            num_allowed = next(held, num_allowed)
+            num_allowed = next((i for i, token_id in enumerate(best) if banned[i][token_id]), num_allowed)
         return best[:num_allowed], best_odds[:num_allowed]
 
     def keep(self, request: Request) -> None:
@@ -145,8 +144,8 @@ class Drafter:
         return [(length, places[-self.num_places :]) for length, places in reversed(found)]
 
 
-def _follow(continuations: list[list[int]]) -> tuple[list[int], list[float]]:
-    """The most frequent continuation, of equal ones the latest, with each token's share of the places that had the tokens before it."""
+def _follow(continuations: list[list[int]], stop_ids: frozenset[int]) -> tuple[list[int], list[float]]:
+    """The most frequent continuation, of equal ones the latest, up to a stop token, with each token's share of the places that had the tokens before it."""
     token_ids, shares, share = list[int](), list[float](), 1.0
     while nexts := [each[len(token_ids)] for each in reversed(continuations) if len(each) > len(token_ids)]:
         token_id = max(dict.fromkeys(nexts), key=nexts.count)
@@ -156,6 +155,8 @@ def _follow(continuations: list[list[int]]) -> tuple[list[int], list[float]]:
         shares.append(nexts.count(token_id) / len(nexts))
         token_ids.append(token_id)
         continuations = [each for each in continuations if each[: len(token_ids)] == token_ids]
+        if token_id in stop_ids:
+            break
     return token_ids, shares
 
 

@@ -95,12 +95,17 @@ class ModelDrafter(Drafter):
 
     def prepare(self, requests: Sequence[Request], num_rows: int, num_seqs: int) -> None:
         start_s, spent_s, self._base = perf_counter(), 0.0, (num_rows, num_seqs)
-        for request in [request for request, own in self._own.items() if own.epoch != request.epoch]:
-            self._sequences.remove(self._own.pop(request))  # it has ended, or was preempted
-        self._drafts = {}
+        longest, self._drafts = self._limits.max_model_len, {}
+        for request, own in list(self._own.items()):
+            if (
+                own.epoch != request.epoch or len(request.token_ids) >= longest
+            ):  # it has ended, was preempted, or is too long
+                self._sequences.remove(self._own.pop(request))
         for each in requests:
             room = each.params.max_tokens - each.num_output_tokens - 1  # an answer's last token is chosen, not computed
-            self._drafts[each] = _Draft(room, min(room, self._limits.max_model_len - len(each.token_ids)))
+            draft = self._drafts[each] = _Draft(room, min(room, longest - len(each.token_ids)))
+            if draft.most > 0 and (own := self._own.get(each) or self._follow(each)).in_prompt:
+                self._sequences.advance(own)
         self._follow_text(requests, spent_s)
         tokens_H = 1 + self._rate * self._covered_H
         self._size = int(self._sizes_H[np.argmax(tokens_H / (self.times.of(num_rows) + self._head_s_H))])
@@ -151,7 +156,7 @@ class ModelDrafter(Drafter):
     def _worth_asking(self, number: int, spent_s: float) -> list[Request]:
         """The sequences whose next token the model drafts; none if the step as it is makes more a second.
 
-        Prompts must pay too: if they do not, it drafts for those without.
+        What it lacks of them must pay too: if it does not, those that it lacks most of are left out.
         """
         more_M = np.arange(1, _MOST_TOKENS - number + 1)
         chances_M = np.cumsum(self._rate**more_M)  # tokens expected from so many more
@@ -164,15 +169,18 @@ class ModelDrafter(Drafter):
         }
         rows, tokens = self._totals()
         rate = tokens / (self.times.of(rows) + spent_s)
-        near = {request: draft for request, draft in drafts.items() if self._num_lacking(request) <= 2 * _MOST_TOKENS}
-        for asked in filter(None, (drafts, near)):
+        asked, next_key = sorted(drafts, key=self._num_lacking), self._sequences.prefixes.next_key
+        while asked:
+            # Of those that wait for one block, one is computed.
+            lacking = {next_key(self._own[each]) or each: self._num_lacking(each) for each in asked}
             rows, tokens = self._totals(asked)
             seconds_M = self.times.of(rows + len(asked) * more_M) + spent_s + self._token_times.of(len(asked)) * more_M
-            seconds_M += np.diff(self._token_times.of([1, 1 + sum(map(self._num_lacking, asked))])) / _PAID_IN
-            rates_M = (tokens + sum(draft.chance for draft in asked.values()) * chances_M) / seconds_M
+            seconds_M += np.diff(self._token_times.of([1, 1 + sum(lacking.values())])) / _PAID_IN
+            rates_M = (tokens + sum(drafts[each].chance for each in asked) * chances_M) / seconds_M
             if rates_M.max() > rate:
-                return list(asked)
-        return []
+                break
+            asked = asked[:-1] if self._num_lacking(asked[-1]) > 2 * _MOST_TOKENS else []
+        return asked
 
     def _tried(self, number: int) -> list[Request]:
         """The sequence that the model lacks least of, after many steps without a draft: it may have become right, or faster."""
@@ -183,12 +191,12 @@ class ModelDrafter(Drafter):
 
     def _num_lacking(self, request: Request) -> int:
         """The number of its tokens that the model has not computed."""
-        return len(request.token_ids) - (self._own[request].num_computed if request in self._own else 0)
+        return len(request.token_ids) - self._own[request].num_computed
 
     def _follow(self, request: Request) -> Request:
         """The draft model's sequence, with the tokens that the request and its draft have now."""
         token_ids = request.token_ids + self._drafts[request].token_ids
-        if max(token_ids) >= self._num_ids:  # only prompts of ids have those of padding
+        if self._num_ids < self._vocab_size and max(token_ids) >= self._num_ids:  # prompts of ids have those of padding
             token_ids = [min(each, self._num_ids - 1) for each in token_ids]
         if (own := self._own.get(request)) is None:
             given = request.id, request.params, list(token_ids), request.num_prompt_tokens, request.stop_ids
@@ -211,10 +219,10 @@ class ModelDrafter(Drafter):
                 self._sequences.advance(own)
                 block = self._sequences.prefixes.next_key(own) or own  # another with the same waits for it
                 waits = len(own.token_ids) > length or (number and own.in_prompt) or block in started
-                started.add(block)
                 num_tokens = 0 if waits else step.affordable(own)
                 if num_tokens and self._sequences.grow(own, num_tokens):
                     step.take(own, num_tokens)
+                    started.add(block)
             if not (chunks := step.chunks()):
                 return
             start_s = perf_counter()

@@ -149,12 +149,13 @@ def open_draft(
             f"--draft-model {name}: its vocabulary is not that of {checkpoint.name}, from token {unlike[0]} on ({unlike[1]!r} in "
             "one of them); give a model of the same vocabulary, such as a smaller one of the family"
         )
-    made, dtype = draft.prepared, decide_setting(config, checkpoint.config).dtype
-    if made is not None and (made.tp, made.manifest.dtype) != (1, dtype):
-        raise ValueError(
-            f"--draft-model {name}: it was prepared for --tp {made.tp} in {made.manifest.dtype}, and rank 0 drafts with a whole "
-            f"model in {dtype}; make it with `tightwire prepare MODEL FOLDER --tp 1 --dtype {dtype}`"
-        )
+    if (made := draft.prepared) is not None:
+        dtype = decide_setting(config, checkpoint.config).dtype
+        if (made.tp, made.manifest.dtype) != (1, dtype):
+            raise ValueError(
+                f"--draft-model {name}: it was prepared for --tp {made.tp} in {made.manifest.dtype}, and rank 0 drafts with a whole "
+                f"model in {dtype}; make it with `tightwire prepare MODEL FOLDER --tp 1 --dtype {dtype}`"
+            )
     return draft
 
 

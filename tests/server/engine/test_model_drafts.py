@@ -45,7 +45,7 @@ class _Line(RowTimes):
 def request(tokens: list[int], num_prompt: int | None = None, **params: Any) -> Request:
     """A sequence whose last token was generated, or so many of its tokens."""
     num_prompt = num_prompt or len(tokens) - 1
-    given = AddRequest(str(next(_NAMES)), tokens[:num_prompt], SamplingParams(max_tokens=100, **params))
+    given = AddRequest(str(next(_NAMES)), tokens[:num_prompt], SamplingParams(**{"max_tokens": 100, **params}))
     made = make_request(given, (), 0.0)
     made.token_ids += tokens[num_prompt:]
     return made
@@ -83,8 +83,27 @@ def test_alike_prompts_that_start_together_are_computed_once() -> None:
 def test_a_long_prompt_that_does_not_pay_leaves_the_others_their_drafts() -> None:
     drafter, _ = make_drafter(replace(LIMITS, max_model_len=4096, num_blocks=1024), row_s=0.1)
     near, far = request([3, 1, 4, 1, 5]), request([i % VOCAB for i in range(3000)])
-    first, none = drafts(drafter, near, far)
+    chat = request([7 * i % VOCAB for i in range(100)])
+    first, second, none = [drafts(drafter, near, chat, far) for _ in range(3)][-1]
     assert first == greedy(near.token_ids, len(first)) and first and not none
+    assert second == greedy(chat.token_ids, len(second)) and second
+
+
+def test_a_sequence_that_outgrows_its_cache_leaves_it_to_others() -> None:
+    drafter, _ = make_drafter(replace(LIMITS, max_model_len=64, num_blocks=16))
+    long, short = request([1] * 60), request([3, 1, 4, 1, 5])
+    assert drafts(drafter, long)[0]
+    long.token_ids += [1] * 10
+    none, found = drafts(drafter, long, short)
+    assert found and not none
+
+
+def test_one_that_finds_no_block_holds_nobody_back() -> None:
+    drafter, _ = make_drafter(replace(LIMITS, max_model_len=24, num_blocks=6))
+    leader, follower = request([*range(22), 9]), request([*range(9), 8])
+    assert drafts(drafter, request([5, 4, 3, 2, 1], max_tokens=3))[0]
+    none, found = drafts(drafter, leader, follower)
+    assert found and not none
 
 
 def test_sequences_longer_than_its_cache_get_no_draft() -> None:
