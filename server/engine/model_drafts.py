@@ -156,7 +156,7 @@ class ModelDrafter(Drafter):
     def _worth_asking(self, number: int, spent_s: float) -> list[Request]:
         """The sequences whose next token the model drafts; none if the step as it is makes more a second.
 
-        What it lacks of them must pay too: if it does not, those that it lacks most of are left out.
+        What it lacks of them must pay too: if it does not, the half that it lacks most of is left out.
         """
         more_M = np.arange(1, _MOST_TOKENS - number + 1)
         chances_M = np.cumsum(self._rate**more_M)  # tokens expected from so many more
@@ -170,6 +170,7 @@ class ModelDrafter(Drafter):
         rows, tokens = self._totals()
         rate = tokens / (self.times.of(rows) + spent_s)
         asked, next_key = sorted(drafts, key=self._num_lacking), self._sequences.prefixes.next_key
+        num_near = sum(self._num_lacking(each) <= 2 * _MOST_TOKENS for each in asked)
         while asked:
             # Of those that wait for one block, one is computed.
             lacking = {next_key(self._own[each]) or each: self._num_lacking(each) for each in asked}
@@ -179,7 +180,7 @@ class ModelDrafter(Drafter):
             rates_M = (tokens + sum(drafts[each].chance for each in asked) * chances_M) / seconds_M
             if rates_M.max() > rate:
                 break
-            asked = asked[:-1] if self._num_lacking(asked[-1]) > 2 * _MOST_TOKENS else []
+            asked = asked[: num_near + (len(asked) - num_near) // 2] if len(asked) > num_near else []
         return asked
 
     def _tried(self, number: int) -> list[Request]:

@@ -30,10 +30,16 @@ class Timeline:
                 self.work.append((kind, bucket, buffer, begun, now))
 
     def write(self, folder: Path, rank: int) -> str:
-        """Write ``trace-rank-N.json``, a Chrome trace with a row for each kind of work. Returns what a user is told. OSError: it cannot be written."""
+        """Write ``trace-rank-N.json``, a Chrome trace with a row for each kind of work, if there was any.
+
+        Returns what the user of rank 0 is told. OSError: it cannot be written.
+        """
+        if not self.work:
+            return "no trace is written: no bucket was gathered or reduced"
         (folder / f"trace-rank-{rank}.json").write_text(json.dumps(self.chrome(rank)))
-        shares = ", ".join(f"{kind} {self.hidden(kind):.0%}" for kind in ("gather", "reduce"))
-        return f"beside computing: {shares}; {folder}/trace-rank-*.json opens in ui.perfetto.dev"
+        shares = [(kind, self.hidden(kind)) for kind in ("gather", "reduce") if not rank]
+        told = "".join(f"{kind} beside computing: {share:.0%}; " for kind, share in shares if share is not None)
+        return f"{told}{folder}/trace-rank-*.json opens in ui.perfetto.dev"
 
     def chrome(self, rank: int) -> dict[str, Any]:
         """The trace as an object to write as JSON, in microseconds of the clock that processes of a host share."""
@@ -51,21 +57,29 @@ class Timeline:
                 "args": {"buffer": buffer},
                 **common[KINDS.index(kind)],
             }
-            for kind, bucket, buffer, begin, end in self.work
+            for kind, bucket, buffer, begin, end in self._kept()
         ]
         return {"traceEvents": [*rows, *bars], "displayTimeUnit": "ms"}
 
-    def hidden(self, kind: str) -> float:
-        """The share of the time of ``kind`` in which this rank computed a block; embedding and norms are open all the time."""
+    def hidden(self, kind: str) -> float | None:
+        """The share of the time of ``kind`` in which this rank computed a block; None: neither was seen.
+
+        Embedding and norms are open all the time, and count neither way. Weights that no rank shards are not seen.
+        """
         own, computing = (_joined(self._of(each)) for each in (kind, "compute"))
-        total = sum(end - begin for begin, end in own)
-        both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in own for b in computing)
-        return both / total if total else 1.0
+        if not own or not computing:
+            return None
+        alone, computed, either = (
+            sum(end - begin for begin, end in each) for each in (own, computing, _joined([*own, *computing]))
+        )
+        return (alone + computed - either) / alone
+
+    def _kept(self) -> list[tuple[str, str, str, float, float]]:
+        with self._lock:
+            return list(self.work)
 
     def _of(self, kind: str) -> Iterator[Interval]:
-        return (
-            (begin, end) for each, bucket, _, begin, end in self.work if each == kind and bucket.startswith("block")
-        )
+        return ((begin, end) for each, name, _, begin, end in self._kept() if each == kind and name.startswith("block"))
 
 
 def _joined(intervals: Iterable[Interval]) -> list[Interval]:

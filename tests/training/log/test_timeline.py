@@ -47,4 +47,27 @@ def test_a_timeline_has_a_bar_for_each_piece_of_work_and_says_what_ran_beside_co
     )
     assert (first["ts"], first["dur"], first["tid"]) == (10e6, 2e6, 0)
     assert timeline.hidden("reduce") == pytest.approx(0.25)
-    assert timeline.hidden("gather") == 0.0
+    assert timeline.hidden("gather") == 0.0 and timeline.hidden("write") is None
+
+
+def test_the_shares_of_a_long_run_take_no_minutes() -> None:
+    timeline = Timeline()
+    for number in range(100_000):
+        timeline.work += [
+            (kind, "block", "", number + at, number + at + 0.4) for kind, at in (("gather", 0.0), ("compute", 0.3))
+        ]
+    assert timeline.hidden("gather") == pytest.approx(0.25)
+
+
+def test_a_run_without_a_step_leaves_the_trace_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [
+        str(write_config(tmp_path)),
+        "schedule={steps: 1, warmup_steps: 0}",
+        "parallel.sharding=zero3",
+        "log.trace=true",
+    ]
+    assert train(given) == 0
+    (written,) = tmp_path.rglob("trace-rank-*.json")
+    before = written.read_bytes()
+    assert train(given) == 0 and written.read_bytes() == before
+    assert "no trace is written" in capsys.readouterr().err
