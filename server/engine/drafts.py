@@ -68,16 +68,23 @@ class Drafter:
     grammars: GrammarMasks | None = None  # that drafts follow too
     # Answers' tokens as int32, each with its ``_END``.
     _recent: bytearray = field(default_factory=bytearray, init=False)
+    _expected: float = field(default=0.0, init=False)  # right tokens of the step's drafts so far
     times: RowTimes = field(default_factory=RowTimes, init=False, repr=False)
 
     def prepare(self, requests: Sequence[Request], num_rows: int, num_seqs: int) -> None:
         """Called before ``draft`` with all sequences of a step that may have drafts, and what the step has without them."""
+        self._expected = 0.0
 
     def draft(self, request: Request, room: int, num_rows: int = 1, num_seqs: int = 1) -> list[int]:
-        """At most ``room`` tokens that may follow, for a step that has ``num_rows`` of ``num_seqs`` sequences without them."""
+        """At most ``room`` tokens that may follow, for a step that has ``num_rows`` of ``num_seqs`` sequences without them.
+
+        The rows are with the drafts of the step's other sequences so far.
+        """
         best, odds = self.search(request, min(room, self.max_tokens))
-        num_best = self.best_length(odds, num_rows, num_seqs) if self.paced else len(best)
-        return best[: max(num_best, len(request.token_ids) % _TRY_EVERY == 0)]
+        num_best = self.best_length(odds, num_rows, num_seqs + self._expected) if self.paced else len(best)
+        num_best = max(num_best, len(request.token_ids) % _TRY_EVERY == 0)
+        self._expected += sum(odds[:num_best])
+        return best[:num_best]
 
     def search(self, request: Request, room: int, ahead: Sequence[int] = ()) -> tuple[list[int], list[float]]:
         """The best tokens behind the text and ``ahead``, and the odds that each of them is right with those before it."""

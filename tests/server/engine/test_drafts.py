@@ -206,13 +206,29 @@ def test_as_many_tokens_are_drafted_as_pay() -> None:
     assert length(_1=1.0, _2=1.2, _3=9.0) == 1
 
 
+def one_step(drafter: Drafter, num_rows: int = 1, num_seqs: int = 1, each: Request | None = None) -> list[int]:
+    """The draft of the only sequence of a step that may have one."""
+    drafter.prepare([], num_rows, num_seqs)
+    return drafter.draft(each or again(), 3, num_rows, num_seqs)
+
+
 def test_the_other_sequences_wait_for_a_draft_too() -> None:
     drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
     times(drafter, _1=1.0, _4=1.6, _7=2.2)
-    assert len(drafter.draft(again(), 3, num_rows=1, num_seqs=1)) == 3
-    assert drafter.draft(again(), 3, num_rows=4, num_seqs=4) == [4, 5]
+    assert len(one_step(drafter, num_rows=1, num_seqs=1)) == 3
+    assert one_step(drafter, num_rows=4, num_seqs=4) == [4, 5]
     times(drafter, **{f"_{rows}": 1.6 + 2 * (rows - 4) for rows in range(5, 9)})
-    assert drafter.draft(again(), 3, num_rows=4, num_seqs=4) == []
+    assert one_step(drafter, num_rows=4, num_seqs=4) == []
+
+
+def test_what_others_of_the_step_draft_counts_as_tokens_and_rows() -> None:
+    """Each token is right with 3/4, and a row takes a quarter of a step of two: two tokens make 3.31 / 1.5, and then one more 4.06 / 1.75."""
+    drafter = Drafter(max_tokens=3, longest=3, shortest=2, paced=True)
+    times(drafter, _2=1.0, _6=2.0)
+    for _ in range(2):  # a new step
+        drafter.prepare([], 2, 2)
+        first = drafter.draft(again(), 3, num_rows=2, num_seqs=2)
+        assert [len(first), len(drafter.draft(again(), 3, num_rows=4, num_seqs=2))] == [2, 1]
 
 
 def test_wrong_drafts_stop_drafting_until_one_is_tried_again() -> None:
@@ -220,18 +236,18 @@ def test_wrong_drafts_stop_drafting_until_one_is_tried_again() -> None:
     times(drafter, _1=1.0, _2=1.3, _4=1.9)
     wrong = again()
     num_failures = 0
-    while (draft := drafter.draft(wrong, 3)) and num_failures < 20:
+    while (draft := one_step(drafter, each=wrong)) and num_failures < 20:
         drafter.learn(wrong, len(draft), 0, [])
         num_failures += 1
     assert 1 < num_failures < 20
     wrong.token_ids = [*range(100, 123), *AGAIN]
     wrong.token_bytes.clear()
-    assert len(wrong.token_ids) == 32 and drafter.draft(wrong, 3) == [4]
+    assert len(wrong.token_ids) == 32 and one_step(drafter, each=wrong) == [4]
     for _ in range(20):
         drafter.learn(wrong, 1, 1, [])
     wrong.token_ids.append(4)
-    assert len(drafter.draft(wrong, 3)) == 3, "it was right again"
-    assert len(drafter.draft(again(), 3)) == 2, "each request is judged alone"
+    assert len(one_step(drafter, each=wrong)) == 3, "it was right again"
+    assert len(one_step(drafter, each=again())) == 2, "each request is judged alone"
 
 
 def test_one_slow_step_does_not_end_drafting() -> None:
