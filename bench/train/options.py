@@ -39,11 +39,12 @@ _ZERO_PP = {
     "reduce_across_codec": "int4",
 }
 ARMS = {
-    **{name: _sharded(name) for name in ("none", "zero1", "zero2")},
-    "zero3": _sharded("zero3"),  # weights are gathered between nodes first, gradients summed over all ranks at once
+    # zero3: weights are gathered between nodes first, gradients summed over all ranks at once
+    **{name: _sharded(name) for name in ("none", "zero1", "zero2", "zero3")},
     "zero3-flat": _sharded("zero3", gather_path="flat"),
     "zero3-by-node": _sharded("zero3", reduce_path="hierarchical"),
     "zero3-on-demand": _sharded("zero3", prefetch="implicit"),
+    **{f"zero3-ahead-{pass_}": _sharded("zero3", prefetch=pass_) for pass_ in ("forward", "backward")},
     "zero3-1-buffer": _sharded("zero3", num_buffers=1),
     "zero3-4-buffers": _sharded("zero3", num_buffers=4),
     "zero3-2-blocks": _sharded("zero3", blocks_per_bucket=2),

@@ -79,12 +79,10 @@ class ArmModel:
 
 def model_arms(options: TrainOptions, llama: LlamaConfig) -> dict[str, ArmModel]:
     """Raises ValueError: an arm does not fit these ranks; the message names it."""
-    found = {}
+    found, where = {}, Topology(0, options.world_size, num_nodes=options.nodes)
     for name in options.arms:
         if not ARMS[name].peer:
-            first = model_step(
-                *config_of_arm(options, name), llama, Topology(0, options.world_size, num_nodes=options.nodes)
-            )
+            first = model_step(*config_of_arm(options, name), llama, where)
             ranks = (first, *map(first.on_rank, range(1, options.world_size)))
             found[name] = ArmModel(ranks, first.memory().most)
     return found

@@ -14,6 +14,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[int, Field(gt=0, strict=True)]  # strict rejects `true`
 BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
+Prefetch = Literal["explicit", "forward", "backward", "implicit"]
 PACKED = "packed"  # frozen weights in the blocks of their file
 # The names of files that come with Tightwire.
 ENGLISH, CHATS, PREFERENCES = "english-prose", "example-chats", "example-preferences"
@@ -143,7 +144,9 @@ class ParallelConfig(Section):
 
     sharding: Literal["none", "zero1", "zero2", "zero3", "hybrid"] = "none"
     nodes: PositiveInt | None = Field(default=None, description="number of nodes; default: the launcher's")
-    prefetch: Literal["explicit", "implicit"] = "explicit"
+    prefetch: Prefetch = Field(
+        default="explicit", description="request blocks ahead: in both passes, in one of them, or in none (implicit)"
+    )
     num_buffers: Annotated[int, Field(ge=1)] = Field(default=2, description="weight buffers that blocks share")
     blocks_per_bucket: PositiveInt = Field(default=1, description="blocks that are gathered and summed together")
     reshard_ends: bool = Field(default=False, description="embedding and untied head share buffers, as blocks do")

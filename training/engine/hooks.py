@@ -31,7 +31,7 @@ class MicroBatch:
     """Requests and releases weights and collects gradients in one forward and backward; an evaluation has no backward.
 
     Forward calls blocks in order, backward in reverse. The last ``num_buffers`` blocks keep their weights from forward to
-    backward, the first ones from backward to the next micro-batch. With ``explicit`` prefetch, the next ``num_buffers`` blocks
+    backward, the first ones from backward to the next micro-batch. In passes that prefetch, the next ``num_buffers`` blocks
     are requested before computing one.
     """
 
@@ -49,7 +49,7 @@ class MicroBatch:
         self.options, self.anchor, self.block_anchor = options, anchor, anchor
         self._plan, self._weights, self._gradients, self._last = plan, weights, gradients, last
         self._blocks = plan.blocks
-        self._ahead = options.num_buffers if options.prefetch == "explicit" else 0
+        self._ahead, self._ahead_back = options.ahead("forward"), options.ahead("backward")
         self._in_use: list[Bucket] = []  # buckets without gates, from their first use on
         self._made: dict[ParamSpan, Tensor] = {}  # parameters of buckets without gates, shared by tied modules
         # By bucket without gates: parameters that await gradients.
@@ -112,7 +112,7 @@ class MicroBatch:
     def backward_begins(self, bucket: Bucket) -> None:
         assert bucket.block is not None
         self._weights.request(bucket)
-        before = range(bucket.block - 1, bucket.block - 1 - self._ahead, -1)
+        before = range(bucket.block - 1, bucket.block - 1 - self._ahead_back, -1)
         self._request(block for block in before if block in self._awaiting)
         self._weights.use(bucket)
         if bucket.trainable is not None:

@@ -8,7 +8,7 @@ import torch
 from tightwire.comm.codec.codec import Codec, parse_codec
 from tightwire.training.config.optimizer import QuantizedOptions
 from tightwire.training.config.sharding import SHARDINGS, Sharding
-from tightwire.training.config.tree import PACKED, TrainConfig
+from tightwire.training.config.tree import PACKED, Prefetch, TrainConfig
 from tightwire.training.engine.flat_parameters import ENDS, Bucket
 
 Path = Literal["flat", "hierarchical"]
@@ -30,7 +30,7 @@ class EngineOptions:
     reduce_dtype: torch.dtype = torch.float32
     num_buffers: int = 2
     reshard_ends: bool = False
-    prefetch: Literal["explicit", "implicit"] = "explicit"
+    prefetch: Prefetch = "explicit"
     gather_codec: str = "none"
     frozen_codec: str | None = None
     gather_path: Path = "hierarchical"
@@ -42,6 +42,10 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         _ = self.codecs
+
+    def ahead(self, computed: Literal["forward", "backward"]) -> int:
+        """How many blocks are requested before one is computed in this pass."""
+        return self.num_buffers if self.prefetch in ("explicit", computed) else 0
 
     def shares(self, bucket: Bucket) -> bool:
         """Whether the bucket may share buffers with others: blocks do, and with ``reshard_ends`` embedding and head."""

@@ -57,7 +57,7 @@ def predict_step(model: StepModel, computing: Computing, rates: Rates) -> float:
 
 def _gathers(plan: BucketPlan, options: EngineOptions, flows: Sequence[Flow], rates: Rates) -> Iterator[Task]:
     num_blocks, ahead = len(plan.blocks), options.num_buffers
-    is_explicit = options.prefetch == "explicit"
+    forward, backward = options.ahead("forward"), options.ahead("backward")
     calls = {bucket.number: _calls(bucket, flows, rates) for bucket in plan.buckets}
     late = [bucket for bucket in plan.buckets if _shares_as_head(options, bucket)]
     for bucket in plan.buckets:
@@ -68,15 +68,15 @@ def _gathers(plan: BucketPlan, options: EngineOptions, flows: Sequence[Flow], ra
             continue
         assert bucket.block is not None
         # A shared buffer is free once its previous block is done; an unshared one is requested one block earlier.
-        before = bucket.block - ahead - (not gathered_weights.alternates(options, bucket))
-        after = f"forward {before if is_explicit else bucket.block - 1}"
+        before = bucket.block - forward - (not gathered_weights.alternates(options, bucket))
+        after = f"forward {before if forward else bucket.block - 1}"
         yield Task(f"gather {bucket.block}", _GATHER, (after,), *calls[bucket.number][0])
     for bucket in late:
-        yield Task(f"gather {bucket.name}", _GATHER, (f"forward {num_blocks - 1 - ahead}",), *calls[bucket.number][0])
+        yield Task(f"gather {bucket.name}", _GATHER, (f"forward {num_blocks - 1 - forward}",), *calls[bucket.number][0])
     for bucket in reversed(plan.blocks):
         if len(calls[bucket.number]) > 1:
             assert bucket.block is not None and bucket.block < num_blocks - ahead
-            after = f"backward {bucket.block + (ahead if is_explicit else 1)}"
+            after = f"backward {bucket.block + (backward or 1)}"
             yield Task(f"gather again {bucket.block}", _GATHER, (after,), *calls[bucket.number][1])
 
 

@@ -55,7 +55,7 @@ def test_keyword_inputs_in_containers_are_gated(checkpoint_blocks: int) -> None:
     ],
     ids=["reversed", "mixed", "skipped"],
 )
-@pytest.mark.parametrize("prefetch", ["explicit", "implicit"])
+@pytest.mark.parametrize("prefetch", ["explicit", "forward", "backward", "implicit"])
 def test_another_order_of_blocks_is_refused_at_once(order: list[int], begins: str, prefetch: Any) -> None:
     """Their weights would be awaited in buffers that hold those of other blocks."""
 

@@ -52,12 +52,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "implicit": ({}, {"prefetch": "implicit"}),
+    "ahead-forward": ({"tie_word_embeddings": True}, {"prefetch": "forward"}),
+    "ahead-backward": ({}, {"prefetch": "backward"}),
     "one-buffer": ({}, {"num_buffers": 1}),
     "all-in-buffers": ({}, {"num_buffers": 4}),
     "more-buffers-than-blocks": ({}, {"num_buffers": 6}),
     "one-block": ({"num_hidden_layers": 1}, {}),
     "ends-share": ({}, {"reshard_ends": True}),
     "ends-share-on-demand": ({"frozen": FROZEN}, {"reshard_ends": True, "prefetch": "implicit"}),
+    "ends-share-ahead-backward": ({}, {"reshard_ends": True, "prefetch": "backward"}),
+    "ends-share-ahead-forward": ({}, {"reshard_ends": True, "prefetch": "forward"}),
     "ends-share-one-block": ({"num_hidden_layers": 1}, {"reshard_ends": True}),
 }
 

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,8 @@ from tightwire.comm.errors import CollectiveTimeoutError, PeerLostError
 from tightwire.training.config.optimizer import DgcOptions
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine.engine import Engine
-from tightwire.training.engine.flat_parameters import plan_buckets
+from tightwire.training.engine.flat_parameters import Bucket, plan_buckets
+from tightwire.training.engine.gathered_weights import Weights
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.ranks.groups import TrainGroups
 
@@ -226,7 +228,37 @@ def test_gradients_after_the_last_micro_batch_are_refused() -> None:
                         loss.backward()
 
 
-@pytest.mark.parametrize("prefetch", ["explicit", "implicit"])
+@pytest.mark.parametrize(
+    ("prefetch", "in_forward", "in_backward"),
+    [("explicit", True, True), ("forward", True, False), ("backward", False, True), ("implicit", False, False)],
+)
+def test_blocks_are_requested_ahead_in_the_passes_that_prefetch(
+    prefetch: Any, in_forward: bool, in_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def recorded(name: str) -> Callable[[Weights, Bucket], None]:
+        own = getattr(Weights, name)
+
+        def run(self: Weights, bucket: Bucket) -> None:
+            calls.append(f"{name} {bucket.name}")
+            own(self, bucket)
+
+        return run
+
+    for name in ("request", "use"):
+        monkeypatch.setattr(Weights, name, recorded(name))
+
+    run_training(small_llama(), replace(ZERO3, prefetch=prefetch), batches_of(1, num_steps=1, accumulation=1))
+
+    # The last two of four blocks keep their weights, so backward gathers blocks 1 and 0 again.
+    turn = calls.index("use blocks.3") + 1
+    forward, backward = calls[:turn], calls[turn:]
+    assert (forward.index("request blocks.2") < forward.index("use blocks.1")) == in_forward
+    assert (backward.index("request blocks.0") < backward.index("use blocks.1")) == in_backward
+
+
+@pytest.mark.parametrize("prefetch", ["explicit", "forward", "backward", "implicit"])
 def test_a_forward_without_backward_leaves_no_state(prefetch: Any) -> None:
     model, want = small_llama(), small_llama()
     with open_engine(model, alone(), replace(ZERO3, prefetch=prefetch)) as engine:

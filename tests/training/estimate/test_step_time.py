@@ -17,6 +17,8 @@ _OWN = (
     "zero3",
     "zero3-flat",
     "zero3-on-demand",
+    "zero3-ahead-forward",
+    "zero3-ahead-backward",
     "zero3-reshard-ends",
     "zero++",
     "hybrid",
@@ -83,9 +85,10 @@ def test_replicas_overlap_all_sums_except_the_last_ones(models: dict[str, StepMo
 def test_explicit_prefetch_overlaps_gathers_with_computing(models: dict[str, StepModel]) -> None:
     rates = _SLOW._replace(across_bytes_per_s=2e6)
 
-    ahead, on_demand = (predict_step(models[arm], _COMPUTING, rates) for arm in ("zero3", "zero3-on-demand"))
+    arms = "zero3", "zero3-ahead-forward", "zero3-ahead-backward", "zero3-on-demand"
+    both, forward, backward, none = (predict_step(models[arm], _COMPUTING, rates) for arm in arms)
 
-    assert sum(_COMPUTING) < ahead < on_demand
+    assert sum(_COMPUTING) < both < min(forward, backward) and max(forward, backward) < none
 
 
 def test_kept_weights_are_gathered_across_nodes_once(models: dict[str, StepModel]) -> None:
