@@ -5,7 +5,7 @@ import errno
 import os
 import socket
 import ssl
-import stat
+from pathlib import Path
 
 from tightwire.server.config.http import HttpOptions, wants_traces
 from tightwire.server.config.keys import read_keys
@@ -91,15 +91,8 @@ def _unix_listener(path: str) -> socket.socket:
 
 def _is_left_over(path: str) -> bool:
     """True for a socket that no program listens on."""
-    try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return False
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            client.connect(path)
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        return Path(path).is_socket() and client.connect_ex(path) == errno.ECONNREFUSED
     return False
 
 
