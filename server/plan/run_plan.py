@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from tightwire.comm.group.host import available_host_bytes, num_cores
 from tightwire.comm.group.numa import describe_placement, read_numa_nodes
@@ -22,6 +21,7 @@ from tightwire.model.open import Checkpoint, fingerprint, formats_of, open_check
 from tightwire.model.stages import StagePlan
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, describe_cuts
+from tightwire.progress import Progress
 from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.parallel import ParallelOptions
@@ -46,16 +46,6 @@ FETCH_STOPS_S = 2.0  # a fetch reports, and so checks ``stopped``, several times
 _SLOWER_PACKED = 'packed weights save memory on a GPU and may cost time: docs/serving.md, "A layer on a GPU"'
 
 
-class Display(Protocol):
-    """Shows what a start is doing."""
-
-    def say(self, text: str) -> None: ...
-
-    def detail(self, text: str) -> None: ...
-
-    def stage(self, name: str, fraction: float, rank: int = 0) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """The plan for the ranks, and its inputs."""
@@ -67,7 +57,7 @@ class Decision:
     comm: CommDecision | None  # None: a single rank
     notes: tuple[str, ...] = ()  # layers that stream, an offloaded KV cache, NUMA nodes
 
-    def report(self, display: Display) -> None:
+    def report(self, display: Progress) -> None:
         """Write the warnings, and every decision as a detail."""
         for line in self.summary().splitlines():
             (display.say if line.startswith("warning: ") else display.detail)(line)
@@ -97,7 +87,7 @@ class Decision:
 
 def prepare(
     config: ServeConfig,
-    display: Display,
+    display: Progress,
     *,
     stopped: Callable[[], bool] = lambda: False,
     link: LinkFacts | None = None,

@@ -13,6 +13,7 @@ from typing import Generic, Self, TypeVar
 
 from tightwire.model.open import Checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
+from tightwire.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.channel import LostError
 from tightwire.server.hosts.choose import choose_hosts
@@ -20,7 +21,7 @@ from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import AdapterLoaded, FromRank, Ready, Stage
 from tightwire.server.ipc.zmq_client import ZmqEngineClient
 from tightwire.server.plan.rank_setup import RankWork
-from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, Display, prepare
+from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, prepare
 from tightwire.server.ranks.failure_detector import Watch
 from tightwire.server.ranks.processes import Ranks
 
@@ -65,7 +66,7 @@ class RankFailedError(Exception):
 class RankedEngine:
     """N rank processes from start to end. An async context: no rank outlives it."""
 
-    def __init__(self, config: ServeConfig, ranks: Ranks, display: Display) -> None:
+    def __init__(self, config: ServeConfig, ranks: Ranks, display: Progress) -> None:
         self._config, self._ranks, self._display = config, ranks, display
         self.hosts = choose_hosts(config, ranks.place, ranks.numbers, ranks.link, self)
         self.watch = Watch(
