@@ -11,7 +11,6 @@ from tightwire.comm.group.numa import describe_placement, read_numa_nodes
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
 from tightwire.comm.policy.tune_file import PEER_BLOCKS
-from tightwire.cuda_devices import CudaDevice
 from tightwire.model.adapters.peft import adapter_digest, open_adapter
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -22,7 +21,6 @@ from tightwire.model.stages import StagePlan
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, describe_cuts
 from tightwire.progress import Progress
-from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import ServeConfig
@@ -33,6 +31,7 @@ from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryErr
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool, rank_bytes, split_ranks
 from tightwire.server.plan.rank_setup import AdapterPlan, LayoutChoice, NamedPolicy, RunPlan, ServedAdapter
 from tightwire.server.plan.setting import (
+    DecidedSetting,
     check_all_reduce_names,
     choose_activations,
     choose_overlap,
@@ -177,10 +176,9 @@ def decide(
     setting, dtype = decided.setting, decided.dtype
     adapters = plan_adapters(config.adapters, model)
     stages = decide_stages(config, model, formats, decided, files.prepared is not None, choice.layers if choice else ())
-    pooled = parallel.num_ranks, decided.gpus, config.weights.device_memory, config.hosts
     inputs = replace(
         memory_inputs(config, model, formats, decided, draft),
-        pools=_pools(setting.device, *pooled),
+        pools=_pools(config, decided),
         num_replicas=parallel.dp,
         adapters=None if adapters is None else AdapterRoom(adapters.num_slots, adapters.max_rank),
         host_bytes=available_host_bytes(),
@@ -258,10 +256,8 @@ def describe_nodes(config: ServeConfig, device: str, needed: Sequence[int]) -> t
     if device != "cpu" or config.parallel.numa == "off" or len(nodes) < 2:
         return ()
     if (num_usable := num_cores()) < (num_allowed := len(os.sched_getaffinity(0))):
-        why = (
-            f"a quota allows {num_usable} of {num_allowed} cores, so ranks are not bound to the {len(nodes)} NUMA nodes"
-        )
-        return (f"warning: {why}, and read memory of other nodes, which is slower",)
+        unbound = f"ranks are not bound to the {len(nodes)} NUMA nodes, and read memory of other nodes, which is slower"
+        return (f"warning: a quota allows {num_usable} of {num_allowed} cores, so {unbound}",)
     num_local = config.parallel.num_ranks // (config.hosts.nnodes or 1)
     return (describe_placement(num_local, nodes, needed[:num_local]),)
 
@@ -276,33 +272,24 @@ def _policies(own: str, comm: CommDecision | None, library: CommDecision | None)
     )
 
 
-def _pools(
-    device: str, num_ranks: int, gpus: Sequence[CudaDevice], most_bytes: int | None, hosts: HostOptions
-) -> list[Pool]:
-    """The memory pools of the ranks. ``most_bytes``: the ``--device-memory`` limit of each rank.
-
-    Of several hosts only this one's: each decides for its own memory, and node 0 takes the smallest cache.
-    """
+def _pools(config: ServeConfig, decided: DecidedSetting) -> list[Pool]:
+    """The memory pools of this host's ranks: each host decides for its own memory, and node 0 takes the smallest cache."""
+    hosts, most_bytes = config.hosts, config.weights.device_memory
     of_all = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank"
-    per_host, node = num_ranks // (hosts.nnodes or 1), hosts.node_rank or 0
+    per_host, node = config.parallel.num_ranks // (hosts.nnodes or 1), hosts.node_rank or 0
     own = range(node * per_host, (node + 1) * per_host)
-    if device == "cpu":
+    if decided.setting.device == "cpu":
         free = available_host_bytes()
         free = free if most_bytes is None else min(free, per_host * most_bytes)
-        return [
-            Pool(
-                name=f"host memory{f' of node {node}' if hosts.several else ''}{of_all}",
-                available_bytes=free,
-                ranks=own,
-            )
-        ]
+        of_node = f" of node {node}" if hosts.several else ""
+        return [Pool(name=f"host memory{of_node}{of_all}", available_bytes=free, ranks=own)]
     return [
         Pool(
             name=f"cuda:{rank} ({gpu.name}{of_all})",
             available_bytes=min(gpu.free_bytes, most_bytes or gpu.free_bytes),
             ranks=range(rank, rank + 1),
         )
-        for rank, gpu in zip(own, gpus, strict=False)
+        for rank, gpu in zip(own, decided.gpus, strict=False)
     ]
 
 
