@@ -97,9 +97,8 @@ class ModelDrafter(Drafter):
         start_s, spent_s, self._base = perf_counter(), 0.0, (num_rows, num_seqs)
         longest, self._drafts = self._limits.max_model_len, {}
         for request, own in list(self._own.items()):
-            if (
-                own.epoch != request.epoch or len(request.token_ids) >= longest
-            ):  # it has ended, was preempted, or is too long
+            # It has ended, was preempted, or is too long.
+            if own.epoch != request.epoch or len(request.token_ids) >= longest:
                 self._sequences.remove(self._own.pop(request))
         for each in requests:
             room = each.params.max_tokens - each.num_output_tokens - 1  # an answer's last token is chosen, not computed

@@ -260,12 +260,7 @@ class StepPipeline:
                 break
             launched.append(step)
         step = launched.popleft() if launched else None
-        if (
-            step is not None
-            and self._plan_ahead
-            and step.may_be_followed
-            and not self._replicas.may_draft(step.num_seqs)
-        ):
+        if step and self._plan_ahead and step.may_be_followed and not self._replicas.may_draft(step.num_seqs):
             ahead = self._launch(step)
             launched.extend([] if ahead is None else [ahead])
         return step

@@ -258,9 +258,7 @@ class Replicas:
             self._num_planned += 1
             plans = [msgspec.structs.replace(plan, index=self._num_planned) for plan in plans]
         made = [step for step in steps if step]
-        return WorldStep(
-            plans, [chunk for step in made for chunk in step.chunks], [chunk for step in made for chunk in step.results]
-        )
+        return WorldStep(plans, [c for step in made for c in step.chunks], [c for step in made for c in step.results])
 
     def learn(self, step: WorldStep, seconds: float) -> None:
         """Take the time of a step into account for the next chunks, if prompts pass stages and it had nothing else."""
