@@ -47,8 +47,7 @@ class Ranks:
         wire: Wire | None = None,
         place: HostPlace | None = None,
     ) -> None:
-        """Start the ranks. Nodes, replicas and stages of one replica are equal, consecutive groups of ranks, each with its own
-        shared memory.
+        """Start the ranks. Nodes, replicas and stages of a replica are equal runs of ranks, each with shared memory.
 
         ``shares_weights``: replicas of a node may share layers. ``wire``: between nodes; it must outlive the ranks.
         ``place``: of this host, if there are several; it starts its part of the ranks. ValueError: its store port is taken.
@@ -80,7 +79,7 @@ class Ranks:
             sizes = {}
         segments: dict[tuple[str, int], int] = {}
         # The store's socket listens before any rank runs, so that no rank connects too early or finds the port taken.
-        with self._open_store(world_size) as listener:
+        with self._open_store() as listener:
             for rank in self.numbers:
                 node = rank * num_nodes // world_size
                 parts = (0, node, rank // tp, node * tp + rank % tp)
@@ -90,7 +89,7 @@ class Ranks:
                         if (kind, part) not in segments:
                             segments[kind, part] = make_segment(size)
                         fds[kind] = segments[kind, part]
-                self._processes.append(self._start(rank, world_size, listener, fds, command))
+                self._processes.append(self._start(rank, listener, fds, command))
         for fd in segments.values():
             os.close(fd)  # the ranks hold their own copies
 
@@ -100,14 +99,14 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def _node(self, rank: int, world_size: int) -> EmulatedNode | None:
+    def _node(self, rank: int) -> EmulatedNode | None:
         """The node a rank runs on; None: this process's."""
         nodes = self._wire.nodes if self._wire else ()
-        return nodes[rank * len(nodes) // world_size] if nodes else None
+        return nodes[rank * len(nodes) // len(self.inboxes)] if nodes else None
 
-    def _open_store(self, world_size: int) -> socket.socket:
+    def _open_store(self) -> socket.socket:
         """The store's socket, on rank 0's node."""
-        node, backlog = self._node(0, world_size), max(64, world_size)
+        node, backlog = self._node(0), max(64, len(self.inboxes))
         if self.place is not None:
             return listen(self.place.master, self.place.store_port) if self.place.node == 0 else socket.socket()
         if node is None:
@@ -120,19 +119,14 @@ class Ranks:
         return {rank: process.pid for rank, process in zip(self.numbers, self._processes, strict=True)}
 
     def _start(
-        self,
-        rank: int,
-        world_size: int,
-        listener: socket.socket,
-        segment_fds: Mapping[str, int],
-        command: Sequence[str],
+        self, rank: int, listener: socket.socket, segment_fds: Mapping[str, int], command: Sequence[str]
     ) -> subprocess.Popen[bytes]:
         """Start one rank. ``segment_fds``: shared memory, by field name of the identity."""
-        node, place, local_rank = self._node(rank, world_size), self.place, rank - self.numbers.start
+        node, place, local_rank = self._node(rank), self.place, rank - self.numbers.start
         host, port = listener.getsockname()[:2] if place is None else (place.master, place.store_port)
         identity = RankIdentity(
             rank=rank,
-            world_size=world_size,
+            world_size=len(self.inboxes),
             parent_pid=os.getpid(),
             to_parent=self.to_parent,
             inboxes=self.inboxes,
@@ -189,8 +183,7 @@ class Ranks:
         """Kill all ranks and reap them, which takes seconds on a busy machine."""
         self.begin_kill()
         for process in self._processes:
-            # A process blocked in an uninterruptible read from a dead file server cannot be reaped; the kernel ends it
-            # later.
+            # A process in an uninterruptible read from a dead file server cannot be reaped; the kernel ends it later.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
             with contextlib.suppress(BrokenPipeError):

@@ -47,10 +47,10 @@ def warm_up_rounds(limits: Limits, rules: RequestRules, device: str) -> list[lis
     """Requests that begin in one step: for every policy, and one that draws. On CUDA a long prompt joins them in the next
     step: one with prompts, decode rows and many keys has kernels of its own, which would be compiled in service. Then, if
     prompts pass stages, one from whose chunks the times of chunks are learned."""
-    kinds = [[(_WARM_UP_PROMPT_TOKENS, policy, 0.0) for policy in rules.policies], [(_WARM_UP_MANY_KEYS, None, 0.0)]][
-        : 1 + (device == "cuda")
-    ]
-    kinds[0].append((_WARM_UP_PROMPT_TOKENS, None, 1.0))
+    greedy = [(_WARM_UP_PROMPT_TOKENS, policy, 0.0) for policy in rules.policies]
+    kinds = [[*greedy, (_WARM_UP_PROMPT_TOKENS, None, 1.0)]]
+    if device == "cuda":
+        kinds.append([(_WARM_UP_MANY_KEYS, None, 0.0)])
     if limits.num_stages > 1:
         kinds.append([(WARM_UP_ROWS, None, 0.0)])
     return [[_warm_up_request(limits, rules, *kind) for kind in each] for each in kinds]
@@ -239,13 +239,11 @@ class Leader:
 class Follower:
     """Any other rank: runs the plans it receives, in order."""
 
-    def __init__(
-        self, runner: ModelRunner, model: LlamaConfig, inboxes: Inboxes, rank: int, reporter: Reporter
-    ) -> None:
+    def __init__(self, runner: ModelRunner, model: LlamaConfig, inboxes: Inboxes, reporter: Reporter) -> None:
         self._runner, self._reporter = runner, reporter
         self._loader = AdapterLoader(runner.adapters, model, reporter)
         self._context = zmq.Context()
-        self._inbox = bind_receiver(self._context, inboxes.addresses[rank], inboxes.secret)
+        self._inbox = bind_receiver(self._context, inboxes.addresses[reporter.rank], inboxes.secret)
         self._decoder = msgspec.msgpack.Decoder(messages.ToFollower)
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         inboxes = Inboxes(work.inboxes or identity.inboxes, secret)
         grammars = GrammarMasks(model.vocab_size, model.eos_token_ids, lambda: checkpoint.tokenizer().backend.to_str())
         loop = (
-            Follower(runner, model, inboxes, identity.rank, reporter)
+            Follower(runner, model, inboxes, reporter)
             if identity.rank
             else Leader(runner, model, plan, engine, groups, inboxes, reporter, grammars, drafting)
         )
@@ -141,9 +141,8 @@ def _open_store(identity: RankIdentity, timeout_s: float) -> Store:
     given: dict[str, Any] = {"is_master": bool(listening), "timeout": timedelta(seconds=timeout_s), **listening}
     connect = partial(TCPStore, host, port, wait_for_workers=False, **given)
     # The socket listens before rank 0 answers on it, and torch waits for the first answer without a deadline.
-    return within(
-        timeout_s, connect, lambda: f"rank 0 did not answer rank {identity.rank} at {host}:{port} for {timeout_s:g} s"
-    )
+    late = f"rank 0 did not answer rank {identity.rank} at {host}:{port} for {timeout_s:g} s"
+    return within(timeout_s, connect, lambda: late)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +179,7 @@ class _Joining:
             return None
         return SocketOptions(read_secret(self.work.config.parallel.comm_secret_file), self.identity.socket_port)
 
-    def _open(
-        self, topology: Topology, name: str, timeout_s: float, ranks: range | None = None, **others: Any
-    ) -> Group:
+    def _open(self, topology: Topology, name: str, timeout_s: float, ranks: range | None = None, **more: Any) -> Group:
         """``ranks``: those of the group, by whose numbers errors name them; None: all. Messages of stages pass the host's memory."""
         device = torch.device("cpu") if name in ("stages", "beside") else self.device
         own, sockets, link = self.identity, self._sockets if device.type == "cpu" else None, self.work.plan.link
@@ -200,7 +197,7 @@ class _Joining:
             interface=self.identity.interface,
             sockets=sockets,
             numbered=numbered if ranks and len(ranks) < own.world_size else None,
-            **others,
+            **more,
         )
 
     def world(self) -> Group | None:
@@ -211,7 +208,6 @@ class _Joining:
         return self._open(self._topology, "replicas", _STEP_DEADLINE_S, segment_fd=segment_fd)
 
     def alone(self) -> Group:
-        """This rank."""
         return self._open(Topology(0, 1), "rank", self.work.config.timeouts.comm_timeout_s)
 
     @property
