@@ -8,7 +8,7 @@ import contextlib
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -36,20 +36,24 @@ class ClientGoneError(Exception):
     """The client closed its connection before the answer was ready."""
 
 
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; cancels it and raises ClientGoneError on a disconnect. The body must have been read."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_for_disconnect(receive))
+async def unless(ended: Awaitable[object], work: Awaitable[T], error: type[Exception]) -> T:
+    """The result of ``work``; cancels it and raises ``error`` once ``ended`` returns."""
+    task, end = asyncio.ensure_future(work), asyncio.ensure_future(ended)
     try:
         # No deadline here: the engine client fails every wait on a dead or hung rank, so the work always ends.
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGoneError
+            raise error
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)  # so that no task outlives the request
+        end.cancel()
+        await asyncio.gather(task, end, return_exceptions=True)  # so that no task outlives the request
+
+
+async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of ``work``; cancels it and raises ClientGoneError on a disconnect. The body must have been read."""
+    return await unless(_wait_for_disconnect(receive), work, ClientGoneError)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tightwire.comm.group.numa import describe_numbers
 from tightwire.kernels.cpu.library import level
 from tightwire.parent_death import process_age_s
 from tightwire.progress import Progress
+from tightwire.server.api.answer import unless
 from tightwire.server.api.errors import ApiError
 from tightwire.server.api.lora import Adapters
 from tightwire.server.api.request_bodies import SamplingBody
@@ -82,7 +83,7 @@ class _Server:
 
     async def _run(self, engine: RankedEngine) -> int:
         try:
-            await self._unless_stopped(engine.guard(self._load(engine)))
+            await unless(self._stop.wait(), engine.guard(self._load(engine)), _StoppedError)
             self._progress.close()
             await engine.guard(self._until_stopped(engine))
             return await self._drain(engine)
@@ -149,17 +150,6 @@ class _Server:
             f"ready in {self._holder.startup_s:.1f} s at {self._url}\n"
             f"{ready_lines(info, decision, ready)}\n  try        {first_request(self._url, self._config.http, self._holder.model)}"
         )
-
-    async def _unless_stopped(self, loading: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(loading)
-        stop = asyncio.create_task(self._stop.wait())
-        await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
-            raise _StoppedError
-        task.result()
 
     async def _until_stopped(self, engine: RankedEngine) -> None:
         """Wait for a signal here, or to another host, which asks node 0; node 0 ends the others after the last request."""
