@@ -8,11 +8,9 @@ from functools import partial
 from statistics import fmean
 
 import msgspec
-import torch
 
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.schedule import HostRates
-from tightwire.model.cache.kv_cache import layer_block_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Layout, Shard, make_layout, whole_shard
 from tightwire.model.open import Checkpoint, formats_of
@@ -57,7 +55,7 @@ def work_of(inputs: MemoryInputs, ranks_each: int = 1) -> RowWork:
         pair_flops=4 * model.num_heads * model.head_dim,
         head_bytes=outer.get("head", outer["embedding"]),
         head_flops=2 * model.vocab_size * model.hidden_size,
-        handed_bytes=sum(_block_bytes(inputs, shard) for shard in inputs.layout.shards[ranks_each:]) / BLOCK_SIZE,
+        handed_bytes=sum(inputs.layer_block(model, shard) for shard in inputs.layout.shards[ranks_each:]) / BLOCK_SIZE,
     )
 
 
@@ -147,7 +145,7 @@ def _token_stages(
     stages = divide().layers
     if all(map(operator.le, host_bytes(inputs, "pipeline", stages, context, len(rates)), room)):
         return stages
-    largest = max(sizes) + _block_bytes(inputs) * -(-context // BLOCK_SIZE)
+    largest = max(sizes) + inputs.layer_block(inputs.model, whole_shard(inputs.model)) * -(-context // BLOCK_SIZE)
     ranks, outer = rank_bytes(_in_stages(inputs, len(rates)), EVERYTHING_RESIDENT), outer_bytes(inputs)
     besides = _by_host([rank.fixed - rank.weights for rank in ranks], len(rates))
     besides[0], besides[-1] = besides[0] + outer["embedding"], besides[-1] + outer.get("head", outer["embedding"])
@@ -190,9 +188,3 @@ def outer_bytes(inputs: MemoryInputs) -> dict[str, int]:
     """The bytes of the whole embedding and head (if it is not the embedding), and of norms."""
     tensors = outer_tensors(inputs.model, whole_shard(inputs.model))
     return {name: inputs.formats.num_bytes(fused, inputs.elem_bytes) for name, fused in tensors.items()}
-
-
-def _block_bytes(inputs: MemoryInputs, shard: Shard | None = None) -> int:
-    """The bytes of a cache block in one layer, with the heads of ``shard`` or all."""
-    kv_dtype = getattr(torch, inputs.options.kv_dtype(inputs.dtype))
-    return layer_block_bytes(inputs.model, shard or whole_shard(inputs.model), BLOCK_SIZE, kv_dtype)

@@ -65,12 +65,10 @@ class MemoryBudget:
     def needs(self) -> list[tuple[str, str]]:
         """For each pool, its name and how much of it is needed."""
         used = [rank.fixed + self.cache_bytes(rank) for rank in self.ranks]
-        needs = [(pool, sum(used[r] for r in pool.ranks)) for pool in self.pools]
+        sums = [(pool, sum(used[r] for r in pool.ranks)) for pool in self.pools]
         if self.host is not None:
-            needs.append((self.host, self.block_bytes * self.num_blocks))
-        return [
-            (pool.name, f"{format_bytes(n)} of {format_bytes(pool.available_bytes)} available") for pool, n in needs
-        ]
+            sums.append((self.host, self.block_bytes * self.num_blocks))
+        return [(pool.name, f"{format_bytes(n)} of {format_bytes(pool.available_bytes)} available") for pool, n in sums]
 
     def table(self) -> str:
         """One line per rank and one per pool."""
@@ -206,12 +204,10 @@ def _why_nothing_fits(budget: MemoryBudget, inputs: MemoryInputs, plan: WeightPl
 
 def _smaller_steps(inputs: MemoryInputs, plan: WeightPlan) -> EngineOptions | None:
     """The options with the step size halved until the model fits; None: not even steps of one token fit."""
-    options, num_tokens = inputs.options, inputs.options.max_num_batched_tokens
-    while num_tokens > 1:
-        num_tokens //= 2
-        smaller = replace(
-            options, max_num_batched_tokens=num_tokens, max_num_seqs=min(num_tokens, options.max_num_seqs)
-        )
+    options, most = inputs.options, inputs.options.max_num_batched_tokens
+    while most > 1:
+        most //= 2
+        smaller = replace(options, max_num_batched_tokens=most, max_num_seqs=min(most, options.max_num_seqs))
         ranks = rank_bytes(replace(inputs, options=smaller), plan)
         if all(_fitting_blocks(ranks, pool) for pool in inputs.pools):
             return smaller

@@ -98,6 +98,10 @@ class MemoryInputs:
         layers = [stages.of(stages.stage_of(rank)) for rank in range(len(shards))]
         return [(stage_model(self.model, own), shard) for own, shard in zip(layers, shards, strict=True)]
 
+    def layer_block(self, model: LlamaConfig, shard: Shard) -> int:
+        """The bytes of a cache block in one layer of ``model``, with the heads of ``shard``."""
+        return layer_block_bytes(model, shard, BLOCK_SIZE, getattr(torch, self.options.kv_dtype(self.dtype)))
+
     def weight_sizes(self, codec: str = "none") -> list[WeightSizes]:
         """One for each rank of a replica."""
         return [WeightSizes(*part, self.formats, getattr(torch, self.dtype), codec) for part in self.parts]
@@ -148,29 +152,23 @@ def rank_bytes(inputs: MemoryInputs, plan: WeightPlan) -> tuple[RankBytes, ...]:
     ]
     if inputs.draft is not None:  # with as many blocks as all replicas have
         own, model = rank_bytes(inputs.draft, EVERYTHING_RESIDENT)[0], inputs.draft.model
-        kv_dtype = getattr(torch, inputs.options.kv_dtype(inputs.dtype))
-        block = model.num_layers * layer_block_bytes(model, whole_shard(model), BLOCK_SIZE, kv_dtype)
-        block = ranks[0].block + inputs.num_replicas * block
+        block = ranks[0].block + inputs.num_replicas * model.num_layers * inputs.layer_block(model, whole_shard(model))
         ranks[0] = replace(ranks[0], draft=own.weights + own.activations, block=block)
     if inputs.device == "cpu":  # the first grammar brings llguidance, and what that keeps of each token
         ranks[0] = replace(ranks[0], runtime=ranks[0].runtime + (64 << 20) + 256 * inputs.model.vocab_size)
     return tuple(ranks)
 
 
-def _rank_bytes(
-    inputs: MemoryInputs, model: LlamaConfig, shard: Shard, num_weight_bytes: int, max_parts: int
-) -> RankBytes:
-    options = inputs.options
-    kv_dtype = getattr(torch, options.kv_dtype(inputs.dtype))
-    layer_block = layer_block_bytes(model, shard, BLOCK_SIZE, kv_dtype)
+def _rank_bytes(inputs: MemoryInputs, model: LlamaConfig, shard: Shard, weights: int, max_parts: int) -> RankBytes:
+    options, layer_block = inputs.options, inputs.layer_block(model, shard)
     of_stage, part, adapted = 0, shard, [(model, shard)]
     if (stages := inputs.stages) is not None and inputs.parts_of_stages is not None:  # what it computes prompts with
         part, layers = inputs.parts_of_stages.shards[shard.rank], stages.of(stages.stage_of(shard.rank))
-        of_stage = len(layers) * layer_block_bytes(model, part, BLOCK_SIZE, kv_dtype)
+        of_stage = len(layers) * inputs.layer_block(model, part)
         adapted.append((stage_model(model, layers), part))
     adapters = [adapter_bytes(*each, inputs.adapters, inputs.elem_bytes) for each in adapted if inputs.adapters]
     return RankBytes(
-        weights=num_weight_bytes,
+        weights=weights,
         activations=_activation_bytes(inputs, shard, len(part.mlp_columns), max_parts, has_head=model.has_head),
         runtime=_RUNTIME_BYTES[inputs.device],
         block=CacheShape.of(model, options, bounded=inputs.stages is None).groups.num_layers * layer_block + of_stage,
