@@ -125,8 +125,7 @@ class AdaptedDialect(ChatDialect):
         """Add text, or a part of the arguments' JSON, to the open part."""
 
     @abstractmethod
-    def close(self) -> Iterator[Struct]:
-        """Close the open part."""
+    def close(self) -> Iterator[Struct]: ...
 
     @abstractmethod
     def finished(self, usage: Usage, extra: TightwireExtra | UnsetType) -> Struct:

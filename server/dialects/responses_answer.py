@@ -190,18 +190,15 @@ class ResponsesDialect(AdaptedDialect):
 
     def __init__(self, asked: ResponsesBody, model: ServedModel) -> None:
         super().__init__(asked, model)
-        created = self._heading[1]
-        functions = asked.functions().values()
+        optional = dict.fromkeys(("description", "parameters", "strict"))
         text = asked.text.model_dump(exclude_none=True, by_alias=True) if asked.text is not None else {}
         self._response = ResponseBody(
             id=self.id,
-            created_at=created,
+            created_at=self._heading[1],
             model=self.model_name,
             output=[],
             text={"format": {"type": "text"}} | text,
-            tools=[
-                {**dict.fromkeys(("description", "parameters", "strict")), **tool.model_dump()} for tool in functions
-            ],
+            tools=[optional | tool.model_dump() for tool in asked.functions().values()],
             top_logprobs=asked.top_logprobs or 0,
             **{name: getattr(asked, name) for name in _REPEATED},
         )
