@@ -26,10 +26,10 @@ _MAX_LOGGED_FIELDS = 1000  # clients choose the names
 _MAX_PATH = 200
 
 
-async def read_body(request: Request, kind: type[BodyT], serving: Serving, *, max_bytes: int = MAX_BODY_BYTES) -> BodyT:
+async def read_body(request: Request, kind: type[BodyT], serving: Serving) -> BodyT:
     """Read, parse and check the request's JSON. ApiError: 413 too large, 415 not JSON by its header, 400 otherwise."""
     _require_json(request)
-    body = check_fields(_parse(await _read(request, max_bytes)), kind)
+    body = check_fields(_parse(await _read(request)), kind)
     ignored = {path: name for path, name, _ in _extra_fields(body) if name not in kind.unsupported}
     ignored |= dict(body.ignored_values())
     for path, name in ignored.items():
@@ -95,13 +95,13 @@ def _require_json(request: Request) -> None:
         raise ApiError(415, message, code="encoding")
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request) -> bytes:
     """The body. Reading stops as soon as it is too large; Content-Length may be absent or wrong."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > max_bytes:
-            raise ApiError(413, f"the body is larger than {max_bytes} bytes; send less", code="body_too_large")
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes; send less", code="body_too_large")
     return bytes(body)
 
 

@@ -87,7 +87,13 @@ def api_router(serving: Serving) -> APIRouter:
     @router.post("/tokenize", summary="Text to token ids")
     async def tokenize(request: Request) -> Response:
         model, body = await read(request, request_bodies.TokenizeBody)
-        ids = await _token_ids(body, model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            ids = await chat_token_ids(model, body.messages, body)
+        else:
+            text = body.prompt or ""
+            ids = await run_off_loop(lambda: model.tokenizer.encode(text, body.add_special_tokens), len(text))
         names = [model.tokens.text_of(token_id) for token_id in ids] if body.return_token_strs else None
         return json_response(response_bodies.Tokenized(len(ids), model.info.plan.max_model_len, ids, names))
 
@@ -141,12 +147,3 @@ async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[
     except ApiError as error:
         raise dialect.in_own_words(error) from None
     return await Answer(serving, dialect, sequences, trace).respond(request)
-
-
-async def _token_ids(body: request_bodies.TokenizeBody, model: ServedModel) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise invalid("give either prompt or messages", param="prompt")
-    if body.messages is not None:
-        return await chat_token_ids(model, body.messages, body)
-    text = body.prompt or ""
-    return await run_off_loop(lambda: model.tokenizer.encode(text, body.add_special_tokens), len(text))
