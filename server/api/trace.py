@@ -168,13 +168,11 @@ class RequestTrace:
         self._tokenize_s = self._clock() - start_s
 
     def submitted(self, ids: Iterable[str]) -> None:
-        """Record that these sequences are submitted to the engine now."""
         self._last_token_s = dict.fromkeys(ids)
         self._submitted_s, self._comm_at_submit = self._clock(), self._read_comm()
         self.record.submitted_s = self._submitted_s
 
     def saw(self, output: Output) -> None:
-        """Record an output of a running sequence."""
         now_s = self._clock()
         if self._first_output_s is None:
             self._first_output_s, self._comm_at_first = now_s, self._read_comm()
@@ -198,7 +196,6 @@ class RequestTrace:
             self._metrics.observe_ttft(asdict(self.timing))
 
     def ended(self, id_: str, outcome: str) -> None:
-        """Record the end of a sequence."""
         if id_ not in self._last_token_s:
             return
         del self._last_token_s[id_]

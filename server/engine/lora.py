@@ -43,7 +43,6 @@ class AdapterTable:
         return self._slots[adapter]
 
     def end(self, adapter: int) -> None:
-        """Count the end of a sequence."""
         self._num_live[adapter] -= 1
         self._free_unused(adapter)
 

@@ -54,9 +54,7 @@ class StepRunner(Protocol):
         """The time of all collectives so far."""
         ...
 
-    def counts(self) -> RankCounts:
-        """Transfers and collectives so far."""
-        ...
+    def counts(self) -> RankCounts: ...
 
 
 class StepTimes:

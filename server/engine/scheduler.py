@@ -244,7 +244,6 @@ class Replicas:
         return any(each.may_draft(max(num_seqs, len(each.sequences))) for each in self._schedulers)
 
     def limit_steps(self, num_tokens: int) -> None:
-        """Set the token limit of each replica's next steps."""
         for scheduler in self._schedulers:
             scheduler.step_tokens = num_tokens
 

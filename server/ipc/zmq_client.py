@@ -60,7 +60,6 @@ class ZmqEngineClient:
         return self._receiving
 
     def close(self) -> None:
-        """Stop listening and drop the sockets."""
         if self._receiving is not None:
             self._receiving.cancel()
         for socket in (self._receiver, self._sender, *self._to_reporters):

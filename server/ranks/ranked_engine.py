@@ -204,7 +204,6 @@ class RankedEngine:
             self._display.say(table)
 
     def note_serving(self) -> None:
-        """All ranks of all hosts are ready."""
         self.client.set_phase(Phase.READY, self.hosts.refusal)
         self._all_ready.set()
 
