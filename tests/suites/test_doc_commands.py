@@ -4,6 +4,8 @@ What "run" means here: ``tightwire`` lines go through the parser of their verb, 
 nothing is started or measured (``train`` with --dry-run; `my.yaml` stands for an example); ``make`` lines are expanded by ``make -n``; the paths of pytest lines must exist; the body of a curl
 line is answered by the application over a scripted engine, which has one model and one AllReduce, whatever the line names. The examples of Python in README and examples/ run in ``servers/``. A
 block of other commands stands behind ``<!-- not run: REASON -->``.
+
+Commands of figures (bench/RESULTS.md) that start the program are parsed too, with a value for what they leave open; others there are not looked at.
 """
 
 import argparse
@@ -141,6 +143,46 @@ async def test_a_command_is_accepted(command: Command, monkeypatch: pytest.Monke
             assert response.status_code == 200, response.text
         case _:
             pytest.fail(f"{command.page}: nothing runs this; put <!-- not run: REASON --> before its block")
+
+
+_RESULTS = ROOT / "bench" / "RESULTS.md"
+# What commands of figures leave open: a value that fits, or nothing.
+_OPEN = {
+    "N": "2",
+    "NAME": "two-shot",
+    "TYPE": "int8",
+    "RATE": "200mbit",
+    "LATENCY": "1ms",
+    "LAYOUT": "tensor",
+    "KIND": "suffix",
+}
+_OPEN |= {"S": "0", "KEY=VALUE": "", "ARM": ""}
+_OPEN_WORD = re.compile(r"\b[A-Z]+(=VALUE)?\b")
+
+
+def _of_results() -> list[str]:
+    """The commands in blocks and sentences that begin with the program, with sudo or torchrun before it or not."""
+    blocks = [part.strip() for command in _commands(_RESULTS) for part in command.text.split(";")]
+    spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`", _RESULTS.read_text())]
+    started = re.compile(r"(sudo )?tightwire (bench|serve|train) |torchrun .*-m tightwire train ")
+    return [text for text in dict.fromkeys([*blocks, *spans]) if started.match(text)]
+
+
+def _filled(text: str) -> list[str]:
+    """The words of a command with a value where it leaves one open. What stands in brackets goes, of alternatives the first stays."""
+    text = text.replace("KIND --draft-model", "draft --draft-model")
+    text = re.sub(r"model\.start=[\w/-]+", "model.start=smollm2-135m", text)
+    text = re.sub(r" \[.*\](?= |$)|\.\.\.,|'data.files=.*?'", "", text)
+    words = [re.sub(r"^([\w.,-]+)\|[\w.,|-]+$", r"\1", word) for word in shlex.split(text, comments=True)]
+    words = [_OPEN_WORD.sub(lambda found: _OPEN.get(found[0], found[0]), word) for word in words]
+    if words[0] == "torchrun":
+        words.append(f"dry_run.ranks={words[words.index('--nproc-per-node') + 1]}")
+    return [word for word in words[words.index("tightwire") + 1 :] if word]
+
+
+@pytest.mark.parametrize("text", _of_results(), ids=lambda text: text[:70])
+def test_a_command_of_a_figure_is_accepted(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _parse(monkeypatch, _filled(text))
 
 
 def test_blocks_are_found_and_marks_have_reasons() -> None:
