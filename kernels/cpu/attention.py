@@ -32,30 +32,15 @@ def paged_attention_cpu(
     tile_tokens = max(1, ROWS // groups.heads_per_kv_head)
     tiles = cut_into_tiles(indices, num_tokens, tile_tokens, num_blocks, tokens_per_block)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype)
+    places = addresses(out_THE, q_THE, k_cache_NKPE, v_cache_NKPE, *indices, tiles.tiles_W3)
     token_stride, head_stride, _ = q_THE.stride()
     q_bytes = q_THE.element_size()
-    arguments = struct(
-        "tw_attend_args",
-        (
-            *addresses(out_THE, q_THE, k_cache_NKPE, v_cache_NKPE, *indices, tiles.tiles_W3),
-            token_stride * q_bytes,
-            head_stride * q_bytes,
-            NUMBER_KIND[q_THE.dtype],
-            k_cache_NKPE.stride(0) * k_cache_NKPE.element_size(),
-            CACHE_KIND[k_cache_NKPE.dtype],
-            block_table_BM.stride(0) * 4,
-            tokens_per_block,
-            num_heads,
-            num_kv_heads,
-            groups.heads_per_kv_head,
-            groups.skipped_heads,
-            head_dim,
-            scale * LOG2_E,
-            cap * LOG2_E,
-            window,
-            (0, 0, 0, 0) if key_bias is None else _key_bias(key_bias, context_lens_B),
-        ),
-    )
+    queries = token_stride * q_bytes, head_stride * q_bytes, NUMBER_KIND[q_THE.dtype]
+    cache = k_cache_NKPE.stride(0) * k_cache_NKPE.element_size(), CACHE_KIND[k_cache_NKPE.dtype]
+    sizes = block_table_BM.stride(0) * 4, tokens_per_block, num_heads, num_kv_heads, *groups, head_dim
+    scores = scale * LOG2_E, cap * LOG2_E, window
+    bias = (0, 0, 0, 0) if key_bias is None else _key_bias(key_bias, context_lens_B)
+    arguments = struct("tw_attend_args", (*places, *queries, *cache, *sizes, *scores, bias))
     rows = min(tile_tokens, num_tokens) * groups.heads_per_kv_head
     multiplications = tiles.num_keys * num_kv_heads * head_dim * (8 + rows)
     num_items = tiles.num_tiles * num_kv_heads
@@ -90,19 +75,9 @@ def cut_into_tiles(
     block_table_BM = indices[2]
     num_seqs, max_blocks = block_table_BM.shape
     tiles_W3 = torch.empty(num_tokens // tile_tokens + num_seqs, 3, dtype=torch.int64)
-    plan: Any = struct(
-        "tw_plan_args",
-        (
-            *addresses(*indices, tiles_W3),
-            num_seqs,
-            num_tokens,
-            tile_tokens,
-            block_table_BM.stride(0) * 4,
-            max_blocks,
-            num_blocks,
-            tokens_per_block,
-        ),
-    )
+    places = addresses(*indices, tiles_W3)
+    table = block_table_BM.stride(0) * 4, max_blocks, num_blocks, tokens_per_block
+    plan: Any = struct("tw_plan_args", (*places, num_seqs, num_tokens, tile_tokens, *table))
     impossible = lib.tw_plan_tiles(plan)
     if impossible >= 0:
         raise ValueError(_impossible(impossible, num_tokens, *indices, num_blocks, tokens_per_block))

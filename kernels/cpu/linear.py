@@ -80,17 +80,8 @@ def unpack_cpu(matrix: PackedMatrix, dtype: torch.dtype, indices_T: Tensor | Non
     num_unpacked = num_rows if indices_T is None else len(indices_T)
     out_OD = torch.empty(num_unpacked, num_columns, dtype=dtype)
     blocks, row_stride, kind = matrix_integers(matrix)
-    num_groups = num_columns // GROUP_ELEMS
-    arguments = (
-        out_OD.data_ptr(),
-        blocks,
-        *addresses(indices_T),
-        NUMBER_KIND[dtype],
-        kind,
-        row_stride,
-        num_rows,
-        num_groups,
-    )
+    places = out_OD.data_ptr(), blocks, *addresses(indices_T)
+    arguments = *places, NUMBER_KIND[dtype], kind, row_stride, num_rows, num_columns // GROUP_ELEMS
     run_on_rows("tw_unpack", struct("tw_unpack_args", arguments), num_unpacked, num_columns)
     return out_OD
 

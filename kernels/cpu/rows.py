@@ -43,16 +43,10 @@ def _norm(
 ) -> None:
     num_tokens, size = x.shape
     number_bytes = x.element_size()
-    arguments = (
-        *addresses(out, total, x, residual, weight),
-        x.stride(0) * number_bytes,
-        0 if residual is None else residual.stride(0) * number_bytes,
-        size,
-        NUMBER_KIND[out.dtype],
-        NUMBER_KIND[x.dtype],
-        *form,
-        *addresses(x_weight),
-    )
+    places = addresses(out, total, x, residual, weight)
+    strides = x.stride(0) * number_bytes, 0 if residual is None else residual.stride(0) * number_bytes
+    kinds = NUMBER_KIND[out.dtype], NUMBER_KIND[x.dtype]
+    arguments = *places, *strides, size, *kinds, *form, *addresses(x_weight)
     run_on_rows("tw_norm", struct("tw_norm_args", arguments), num_tokens, size)
 
 
@@ -73,21 +67,13 @@ def rotate_and_cache_cpu(
     if norms is not None:
         weights = addresses(norms.q_norm, norms.k_norm, norms.mean_squares_T2)
         head_norms = (*weights, int(norms.whole), norms.form.eps, norms.form.offset)
-    arguments = (
-        *addresses(q_THE, qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T),
-        *(stride * number_bytes for stride in qkv_THE.stride()[:2]),
-        cos_TE.stride(0) * 4,
-        sin_TE.stride(0) * 4,
-        k_cache_NKPE.stride(0) * k_cache_NKPE.element_size(),
-        num_heads,
-        num_kv_heads,
-        cos_TE.shape[1],
-        head_dim,
-        tokens_per_block,
-        NUMBER_KIND[qkv_THE.dtype],
-        CACHE_KIND[k_cache_NKPE.dtype],
-        head_norms,
-    )
+    places = addresses(q_THE, qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
+    qkv_strides = qkv_THE.stride(0) * number_bytes, qkv_THE.stride(1) * number_bytes
+    angle_strides = cos_TE.stride(0) * 4, sin_TE.stride(0) * 4
+    block_stride = k_cache_NKPE.stride(0) * k_cache_NKPE.element_size()
+    sizes = num_heads, num_kv_heads, cos_TE.shape[1], head_dim, tokens_per_block
+    kinds = NUMBER_KIND[qkv_THE.dtype], CACHE_KIND[k_cache_NKPE.dtype]
+    arguments = *places, *qkv_strides, *angle_strides, block_stride, *sizes, *kinds, head_norms
     run_on_rows("tw_rotate_and_cache", struct("tw_rotate_args", arguments), num_tokens, num_all_heads * head_dim)
     return q_THE
 
