@@ -182,7 +182,7 @@ def _attend_chunks(
             begin = tl.maximum(begin, tl.maximum(num_keys - window, 0) // shape.keys * shape.keys)
         for first in range(begin, end, shape.keys):
             places = blocks, head_place, scale_log2, first, end, position_R, window
-            state = attend_keys(q_RE, state, caches, *places, turning, shape, q.dtype.element_ty, False)
+            state = attend_keys(q_RE, state, caches, places, turning, shape, q.dtype.element_ty, False)
         maximum_R, total_R, sum_RE = state
         if PARTIAL:
             scratch_R = (place.to(tl.int64) * max_chunks + chunk) * shape.heads + head_R

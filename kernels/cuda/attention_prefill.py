@@ -124,10 +124,10 @@ def _attend_tile(
         whole_end = begin
     for first in range(begin, whole_end, shape.keys):
         places = blocks, head_place, scale_log2, first, end, position_R, window
-        state = attend_keys(q_RE, state, caches, *places, turning, shape, q.dtype.element_ty, True)
+        state = attend_keys(q_RE, state, caches, places, turning, shape, q.dtype.element_ty, True)
     for first in range(whole_end, end, shape.keys):
         places = blocks, head_place, scale_log2, first, end, position_R, window
-        state = attend_keys(q_RE, state, caches, *places, turning, shape, q.dtype.element_ty, False)
+        state = attend_keys(q_RE, state, caches, places, turning, shape, q.dtype.element_ty, False)
     _, total_R, sum_RE = state
     out_place_R = (token_R.to(tl.int64) * shape.heads + head_R) * shape.head_dim
     mixed_RE = narrowed(sum_RE / total_R[:, None], out.dtype.element_ty)

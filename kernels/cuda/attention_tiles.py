@@ -45,18 +45,10 @@ class AttentionShape:
         """The shape for these tensors; ``tile``: its rows and keys."""
         _, num_kv_heads, tokens_per_block, stored = k_cache_NKPE.shape
         _, num_heads, head_dim = q_THE.shape
-        return cls(
-            num_heads,
-            num_kv_heads,
-            *form.groups_of(q_THE, k_cache_NKPE),
-            head_dim,
-            padded(head_dim, 16),
-            tokens_per_block,
-            *tile,
-            form.cap * LOG2_E,
-            stored,
-            0 if form.key_bias is None else form.key_bias.cos_SN.shape[1],
-        )
+        groups = form.groups_of(q_THE, k_cache_NKPE)
+        sizes = head_dim, padded(head_dim, 16), tokens_per_block
+        turned = 0 if form.key_bias is None else form.key_bias.cos_SN.shape[1]
+        return cls(num_heads, num_kv_heads, *groups, *sizes, *tile, form.cap * LOG2_E, stored, turned)
 
     @property
     def head_numbers(self) -> int:
@@ -147,29 +139,15 @@ def _rounded_operand(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def attend_keys(
-    q_RE,
-    state,
-    caches,
-    blocks,
-    head_place,
-    scale_log2,
-    first,
-    end,
-    position_R,
-    window,
-    bias,
-    shape: tl.constexpr,
-    dtype: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def attend_keys(q_RE, state, caches, places, bias, shape: tl.constexpr, dtype: tl.constexpr, WHOLE: tl.constexpr):
     """Return a tile's state after the key tile at ``first``. A row attends to keys up to its own position.
 
-    ``caches`` are those of keys and of values, and their block stride. ``blocks`` is the sequence's row of the block table,
-    ``head_place`` the KV head's offset in a block. WHOLE: no key is masked. Otherwise keys from ``end`` on are not read;
-    they may be NaN. ``window``: a row attends to so many keys, its own included; 0: to all. ``bias``: of keys, by
+    ``caches`` are those of keys and of values, and their block stride. In ``places``, ``blocks`` is the sequence's row of the
+    block table, ``head_place`` the KV head's offset in a block. WHOLE: no key is masked. Otherwise keys from ``end`` on are
+    not read; they may be NaN. ``window``: a row attends to so many keys, its own included; 0: to all. ``bias``: of keys, by
     ``load_bias``, then its cosines and sines. ``dtype``: of products.
     """
+    blocks, head_place, scale_log2, first, end, position_R, window = places
     maximum_R, total_R, sum_RE = state
     k_cache, v_cache, block_stride = caches
     INT8: tl.constexpr = k_cache.dtype.element_ty == tl.int8
