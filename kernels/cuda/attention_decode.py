@@ -14,17 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.cuda.attention_tiles import (
-    LOWEST,
-    AttentionShape,
-    attend_keys,
-    load_bias,
-    load_operand,
-    no_keys,
-    sequence_of,
-)
+from tightwire.kernels.cuda.attention_tiles import LOWEST, AttentionShape, attend_keys, load_bias, no_keys, sequence_of
 from tightwire.kernels.cuda.launch import launch, padded
-from tightwire.kernels.cuda.numbers import narrowed, raw
+from tightwire.kernels.cuda.numbers import load_operand, narrowed, raw
 from tightwire.kernels.spec.attention import LOG2_E, AttentionForm, PackedSequences
 
 # A chunk's partial sums cost 8 E bytes a query head to write and read, against 4 E CHUNK_KEYS of keys and values in 16

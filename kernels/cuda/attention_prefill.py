@@ -12,16 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.cuda.attention_tiles import (
-    AttentionShape,
-    attend_keys,
-    load_bias,
-    load_operand,
-    no_keys,
-    sequence_of,
-)
+from tightwire.kernels.cuda.attention_tiles import AttentionShape, attend_keys, load_bias, no_keys, sequence_of
 from tightwire.kernels.cuda.launch import NUM_STAGES, launch, padded
-from tightwire.kernels.cuda.numbers import narrowed, raw
+from tightwire.kernels.cuda.numbers import load_operand, narrowed, raw
 from tightwire.kernels.spec.attention import LOG2_E, AttentionForm, PackedSequences
 
 BIASED_STAGES = 1  # with a bias of keys: two tiles of cosines and sines in flight need too much shared memory

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tightwire.kernels.cuda.launch import padded
-from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
+from tightwire.kernels.cuda.numbers import INTERPRETED, load_operand, narrowed, raw, widened
 from tightwire.kernels.spec.attention import LOG2_E, AttentionForm
 
 LOWEST = tl.constexpr(-3.0e38)  # the maximum before any score: finite, because inf - inf is not 0
@@ -73,17 +73,6 @@ def sequence_of(item, query_start, num_seqs, first_row, TILE: tl.constexpr, GAP:
         else:
             high = middle
     return low
-
-
-@triton.jit
-def load_operand(source, places, mask):
-    """Load numbers in a type that ``tl.dot`` takes; ``mask`` may be None. The interpreter's dot has no bfloat16."""
-    pointers = raw(source) + places if INTERPRETED else source + places
-    stored = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
-    if INTERPRETED:
-        return widened(stored)
-    else:
-        return stored
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch
-from tightwire.kernels.cuda.numbers import INTERPRETED, narrowed, raw, widened
+from tightwire.kernels.cuda.numbers import load_operand, narrowed, raw, widened
 from tightwire.kernels.spec.lora import PANEL_OUTPUTS, AdapterSite, check_adapters
 
 _ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
@@ -54,13 +54,13 @@ def _shrink(slots, ranks, x, a, shrunk, num_rows, width, depth, layer, slot_stri
         mine_R1 = (slot_R == slot)[:, None]
         own_width = tl.load(ranks + slot) * NUM_PARTS
         kept_J1 = (place_J < own_width)[:, None]
-        a_J1 = raw(a) + _wide(slot) * slot_stride + (_wide(layer) * own_width + place_J)[:, None] * depth
+        a_J1 = a + _wide(slot) * slot_stride + (_wide(layer) * own_width + place_J)[:, None] * depth
         for start in range(0, depth, _DEPTH):
             place_1D = (start + tl.arange(0, _DEPTH))[None, :]
             inside_1D = place_1D < depth
-            x_RD = tl.load(raw(x) + row_R.to(tl.int64)[:, None] * depth + place_1D, mask=mine_R1 & inside_1D, other=0)
-            a_JD = tl.load(a_J1 + place_1D, mask=kept_J1 & inside_1D, other=0)
-            total_RJ = _add_product(x_RD, a_JD, total_RJ, x.dtype.element_ty)
+            x_RD = load_operand(x + row_R.to(tl.int64)[:, None] * depth, place_1D, mine_R1 & inside_1D)
+            a_JD = load_operand(a_J1, place_1D, kept_J1 & inside_1D)
+            total_RJ = tl.dot(x_RD, tl.trans(a_JD), total_RJ, input_precision="ieee")
     place_RJ = row_R.to(tl.int64)[:, None] * width + place_J[None, :]
     tl.store(shrunk + place_RJ, total_RJ, mask=(slot_R >= 0)[:, None] & (place_J < width)[None, :])
 
@@ -120,16 +120,3 @@ def _expand(
 def _wide(number):
     """Return a number in 64 bits; in the interpreter it is one of Python."""
     return tl.zeros((), tl.int64) + number
-
-
-@triton.jit
-def _add_product(x_RD, a_JD, total_RJ, dtype: tl.constexpr):
-    """Return total + x @ a^T of numbers loaded through ``raw``."""
-    if dtype == tl.bfloat16:
-        if INTERPRETED:  # it multiplies the 16 bits as integers
-            x_RD = widened(x_RD)
-            a_JD = widened(a_JD)
-        else:
-            x_RD = x_RD.to(tl.bfloat16, bitcast=True)
-            a_JD = a_JD.to(tl.bfloat16, bitcast=True)
-    return tl.dot(x_RD, tl.trans(a_JD), total_RJ, input_precision="ieee")

@@ -112,6 +112,17 @@ def narrowed(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def load_operand(source, places, mask):
+    """Load numbers in a type that ``tl.dot`` takes; ``mask`` may be None. The interpreter's dot has no bfloat16."""
+    pointers = raw(source) + places if INTERPRETED else source + places
+    stored = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
+    if INTERPRETED:
+        return widened(stored)
+    else:
+        return stored
+
+
+@triton.jit
 def add_tiles(a, b):
     total = ()
     for r in tl.static_range(len(a)):
