@@ -54,10 +54,6 @@ class PeerBuffers:
     def world_size(self) -> int:
         return self.addresses.numel()
 
-    @property
-    def sums_bytes(self) -> int:
-        return self.send_bytes // self.world_size // _ALIGNMENT * _ALIGNMENT
-
 
 def buffer_bytes(send_bytes: int, num_blocks: int, world_size: int) -> int:
     """Return the size of one process's peer buffer, which must be zeroed before the first call of any process."""
@@ -88,11 +84,8 @@ class Part:
 def max_part_elems(peers: PeerBuffers, elem_bytes: int, fmt: BlockFormat | None, out_fmt: BlockFormat | None) -> int:
     """Return the longest part that fits the buffers, in whole groups of both formats and whole vectors; may be 0."""
     multiple = 128
-    slot_bytes = peers.send_bytes // peers.world_size // _ALIGNMENT * _ALIGNMENT
-    return multiple * min(
-        slot_bytes // _message_bytes(multiple, elem_bytes, fmt),
-        peers.sums_bytes // _message_bytes(multiple, elem_bytes, out_fmt),
-    )
+    room_bytes = peers.send_bytes // peers.world_size // _ALIGNMENT * _ALIGNMENT  # of a slot, and of the sums
+    return multiple * (room_bytes // max(_message_bytes(multiple, elem_bytes, each) for each in (fmt, out_fmt)))
 
 
 def two_shot(

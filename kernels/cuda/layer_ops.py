@@ -57,9 +57,8 @@ def _normalize(
         raise ValueError(f"rms_norm takes rows of at most {_MAX_ROW_ELEMS} numbers, got {size}")
     if not num_rows:
         return
-    tensors = [
-        x if each is None else each for each in (residual, weight, x_weight)
-    ]  # those that are missing are not read
+    # Those that are missing are not read.
+    tensors = [x if each is None else each for each in (residual, weight, x_weight)]
     given = x, *tensors, out, total, x.stride(0), tensors[0].stride(0), size, *form
     uses = residual is not None, weight is not None, x_weight is not None, triton.next_power_of_2(size)
     launch(_rms_norm_row, num_rows, x.device, *given, *uses)
