@@ -43,10 +43,15 @@ def embedding(token_ids_T: Tensor, table_VD: Matrix, dtype: torch.dtype) -> Tens
     return F.embedding(token_ids_T, table_VD).to(dtype)
 
 
-def interleave(matrix: Weight) -> Weight:
-    """The same matrix: interleaved in place if it is for activations in 8 bits, on a CPU with compiled kernels; else as it is."""
+def arrange(matrix: Weight) -> Weight:
+    """The same matrix, its bytes moved in place to where products read them fastest.
+
+    On a GPU by plane, on a CPU with compiled kernels interleaved if it is for activations in 8 bits, else as they are.
+    """
     if isinstance(matrix, StackedMatrix):
-        return StackedMatrix(tuple(part for part in map(interleave, matrix.parts) if isinstance(part, PackedMatrix)))
-    if isinstance(matrix, Tensor) or not matrix.format.int8_activations:
+        return StackedMatrix(tuple(part for part in map(arrange, matrix.parts) if isinstance(part, PackedMatrix)))
+    if isinstance(matrix, Tensor):
         return matrix
-    return interleave_cpu(matrix) if matrix.device.type == "cpu" and available() else matrix
+    if matrix.device.type == "cuda":
+        return triton_kernels().split_planes(matrix)
+    return interleave_cpu(matrix) if matrix.format.int8_activations and available() else matrix

@@ -3,7 +3,7 @@
 The layout is ``gguf_blocks``'s. ``linear`` multiplies with such a matrix, ``kernels.packed`` converts rows to floats fast.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,12 +16,14 @@ from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, INTERLEAVED_ROWS, Q4
 class PackedMatrix:
     """(O, D) numbers as blocks: (O, bytes of a row) uint8, contiguous rows of whole blocks.
 
-    In an ``interleaved`` matrix each full 16 rows lie side by side (``packed_int8.interleave_reference``).
+    In an ``interleaved`` matrix each full 16 rows lie side by side (``packed_int8.interleave_reference``), in a ``split`` one
+    the codes of a row come before its scales (``cuda.linear_packed.split_planes``).
     """
 
     blocks_OB: Tensor
     format: PackedFormat
     interleaved: bool = False
+    split: bool = False
 
     def __post_init__(self) -> None:
         blocks, block_bytes = self.blocks_OB, self.format.block_bytes
@@ -47,12 +49,12 @@ class PackedMatrix:
         """A view of some rows; of an interleaved matrix, whole sixteens."""
         if self.interleaved and (first % INTERLEAVED_ROWS or (stop % INTERLEAVED_ROWS and stop != len(self.blocks_OB))):
             raise ValueError(f"rows {first} to {stop} of an interleaved matrix are not whole {INTERLEAVED_ROWS}s")
-        return PackedMatrix(self.blocks_OB[first:stop], self.format, self.interleaved)
+        return replace(self, blocks_OB=self.blocks_OB[first:stop])
 
     def take(self, indices_T: Tensor) -> "PackedMatrix":
         """A copy of the rows with these indices; not of an interleaved matrix."""
         assert not self.interleaved
-        return PackedMatrix(self.blocks_OB.index_select(0, indices_T), self.format)
+        return replace(self, blocks_OB=self.blocks_OB.index_select(0, indices_T))
 
 
 Matrix = Tensor | PackedMatrix
@@ -142,7 +144,7 @@ def dequantize_reference(matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
 
 def block_parts(matrix: PackedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes (O, S, ``scale_elems``) without bias, scales (O, S, 1) and minima (O, S, 1), all float32."""
-    assert not matrix.interleaved
+    assert not (matrix.interleaved or matrix.split)
     blocks_OGB = matrix.blocks_OB.unflatten(1, (-1, matrix.format.block_bytes))
     codes, scale, minimum = parts_of(blocks_OGB, matrix.format)
     return codes.flatten(1, 2), scale.flatten(1, 2), None if minimum is None else minimum.flatten(1, 2)

@@ -11,7 +11,7 @@ from tightwire.buffers import page_aligned
 from tightwire.comm.codec.codec import prepare_codecs
 from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.protocols import Moved
-from tightwire.kernels.packed import interleave
+from tightwire.kernels.packed import arrange
 from tightwire.kernels.spec.packed import Weight
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
@@ -71,9 +71,8 @@ def load_weights(
     return weights
 
 
-def _interleaved(tensors: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Interleave matrices in place that are multiplied with activations in 8 bits: those products are fastest."""
-    return {name: interleave(tensor) for name, tensor in tensors.items()}
+def _arranged(tensors: Mapping[str, Weight]) -> dict[str, Weight]:
+    return {name: arrange(tensor) for name, tensor in tensors.items()}
 
 
 class _Loading:
@@ -88,11 +87,11 @@ class _Loading:
 
     def load_resident(self) -> tuple[OuterWeights, dict[int, LayerWeights]]:
         files, model = self._files, self._files.model
-        outer = OuterWeights.of(_interleaved(model.outer.tensors(files.read_outer(self._device, self._moved))))
+        outer = OuterWeights.of(_arranged(model.outer.tensors(files.read_outer(self._device, self._moved))))
         layers: dict[int, LayerWeights] = {}
         for layer in self._plan.resident(self._num_layers):
             tensors = model.plain[layer].tensors(files.read_plain(layer, self._device, self._moved))
-            layers[layer] = LayerWeights.of(_interleaved(tensors))
+            layers[layer] = LayerWeights.of(_arranged(tensors))
         return outer, layers
 
     def load_to_host(self) -> packed_layer.HostStore:

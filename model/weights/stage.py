@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tightwire.buffers import page_aligned
 from tightwire.kernels.linear import linear
-from tightwire.kernels.packed import embedding, interleave
+from tightwire.kernels.packed import arrange, embedding
 from tightwire.kernels.spec.packed import Matrix, Weight
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
@@ -89,7 +89,7 @@ def load_stage(
         packed = pack_tensors(tensors, formats, dtype)
         loaded = packed.tensors(page_aligned(packed.num_bytes, torch.device("cpu")))
         read_tensors(reader, tensors, loaded)
-        return {name: interleave(tensor) for name, tensor in loaded.items()}
+        return {name: arrange(tensor) for name, tensor in loaded.items()}
 
     whole: list[LayerWeights] = []
     for layer in layers:

@@ -6,6 +6,7 @@ from helpers.kernels.packed_blocks import common_blocks, each_format
 
 from tightwire.kernels.layer_ops import add_rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
+from tightwire.kernels.packed import arrange
 from tightwire.kernels.spec.gguf_blocks import Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.layer_ops import (
     NormForm,
@@ -74,11 +75,14 @@ def test_packed_product(packed: PackedFormat, dtype: torch.dtype, device: torch.
     """Few rows: one rounding to the type, and those of a float32 sum, of the rounded weights' product. Many: torch's own."""
     num_columns = max(512, packed.block_elems)
     weight, bias = common_blocks(packed, 1000, num_columns), torch.randn(1000).to(dtype)
-    on_device = PackedMatrix(weight.blocks_OB.to(device), weight.format)
+    on_device, split = (PackedMatrix(weight.blocks_OB.to(device), weight.format) for _ in range(2))
+    split = arrange(split)
     numbers = dequantize_reference(weight, dtype)
     for num_tokens in (1, 17):
         x = torch.randn(num_tokens, num_columns).to(dtype)
-        got = linear(x.to(device), on_device, bias.to(device)).cpu().double()
+        product = linear(x.to(device), on_device, bias.to(device))
+        assert torch.equal(linear(x.to(device), split, bias.to(device)), product)
+        got = product.cpu().double()
         want = x.double() @ numbers.double().T + bias.double()
         sizes = x.double().abs() @ numbers.double().abs().T + bias.double().abs()
         bound = (num_columns + 1) * torch.finfo(torch.float32).eps * sizes
@@ -89,10 +93,12 @@ def test_packed_product(packed: PackedFormat, dtype: torch.dtype, device: torch.
 def test_prompts_of_packed_weights(packed: PackedFormat, device: torch.device) -> None:
     """Of many rows, which torch multiplies with the unpacked numbers."""
     weight = common_blocks(packed, 40, max(512, packed.block_elems))
-    on_device = PackedMatrix(weight.blocks_OB.to(device), weight.format)
     numbers = dequantize_reference(weight, torch.float32)
     x = torch.randn(70, numbers.shape[1]).to(device)
-    assert torch.equal(linear(x, on_device, None, num_decode_rows=0), linear(x, numbers.to(device), None))
+    want = linear(x, numbers.to(device), None)
+    on_device = PackedMatrix(weight.blocks_OB.to(device), weight.format)
+    assert torch.equal(linear(x, on_device, None, num_decode_rows=0), want)
+    assert torch.equal(linear(x, arrange(on_device), None, num_decode_rows=0), want)
 
 
 @pytest.mark.parametrize("packed", [Q8_0, Q4_0, Q4_1], ids=lambda packed: packed.name)

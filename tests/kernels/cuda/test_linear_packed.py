@@ -1,15 +1,23 @@
 """Packed products for GPUs in Triton's interpreter, against float64 products of the rounded weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.kernels.interpreted import InterpretedRank, needs_triton
 from helpers.kernels.packed_blocks import common_blocks
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, Q4_1, Q8_0
-from tightwire.kernels.spec.packed import dequantize_reference, quantize
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
+from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
 
 pytestmark = needs_triton
+
+
+def _split(weight: PackedMatrix) -> PackedMatrix:
+    from tightwire.kernels.cuda.linear_packed import split_planes
+
+    return split_planes(replace(weight, blocks_OB=weight.blocks_OB.clone()))
 
 
 def _check(group: Group) -> None:
@@ -23,7 +31,9 @@ def _check(group: Group) -> None:
             weight = common_blocks(packed, num_outputs, depth)
             bias = torch.randn(num_outputs, generator=generator).to(dtype)
             numbers = dequantize_reference(weight, dtype)
-            _assert_close(linear_packed(x, weight, bias), x, numbers, bias)
+            product = linear_packed(x, weight, bias)
+            _assert_close(product, x, numbers, bias)
+            assert torch.equal(linear_packed(x, _split(weight), bias), product), packed.name
             if packed in (
                 Q4_1,
                 Q8_0,
@@ -64,8 +74,30 @@ def _check_unpacked(group: Group) -> None:
     for packed in PACKED_FORMATS.values():
         weight = common_blocks(packed, 37, 2 * packed.block_elems)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for part in (weight, weight.rows(3, 4), weight.rows(2, 2)):
-                assert torch.equal(unpack_packed(part, dtype), dequantize_reference(part, dtype)), packed.name
+            for rows in ((0, 37), (3, 4), (2, 2)):
+                numbers = dequantize_reference(weight.rows(*rows), dtype)
+                for layout in (weight, _split(weight)):
+                    assert torch.equal(unpack_packed(layout.rows(*rows), dtype), numbers), packed.name
+
+
+@pytest.mark.parametrize("packed", PACKED_FORMATS.values(), ids=lambda packed: packed.name)
+def test_a_split_row_has_its_planes_in_one_piece_each_and_then_its_scales(
+    packed: PackedFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tightwire.kernels.cuda import linear_packed
+
+    weight, count = common_blocks(packed, 9, 3 * packed.block_elems), packed.block_bytes
+    kept = weight.blocks_OB.clone()
+    monkeypatch.setattr(linear_packed, "_ROWS_MOVED", 4)
+    split = linear_packed.split_planes(weight)
+    assert split.split and split.blocks_OB is weight.blocks_OB and split.shape == (9, 3 * packed.block_elems)
+    planes = linear_packed._FIELDS[packed.name].planes(packed.block_elems)
+    codes = [byte for plane in planes for byte in plane]
+    order = [*map(list, planes), [byte for byte in range(count) if byte not in codes]]
+    assert sum(map(len, order)) == count and len(codes) == packed.block_elems * packed.bits // 8
+    want = torch.cat([kept[:, [block * count + byte for block in range(3) for byte in piece]] for piece in order], 1)
+    assert torch.equal(split.blocks_OB, want)
+    assert torch.equal(split.take(torch.tensor([7, 0])).blocks_OB, want[[7, 0]]) and split.take(torch.tensor([1])).split
 
 
 def test_products(interpreted: InterpretedRank) -> None:

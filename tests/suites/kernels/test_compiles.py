@@ -283,18 +283,21 @@ def test_swiglu(gelu: bool) -> None:
     ],
 )
 def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
-    """Sixteen-bit numbers are multiplied in matrix units, float32 not, as they would round it; unpacked ones leave as vectors."""
+    """Sixteen-bit numbers are multiplied in matrix units, float32 not, as they would round it; unpacked ones leave as vectors.
+
+    Codes of split rows arrive sixteen bytes at once, ahead of their use; what is loaded otherwise are scales.
+    """
     from tightwire.kernels.cuda.linear_packed import _FIELDS, _packed_product, _unpack
     from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 
     types = {**dict.fromkeys(("x", "bias", "out"), TYPES[dtype]), "blocks": "*u8", "halves": "*fp16"}
-    ptx = _ptx(
-        _packed_product, capability, types, {"PACKED": PACKED_FORMATS[name], "FIELDS": _FIELDS[name], "BIASED": True}
-    )
+    constants = {"PACKED": PACKED_FORMATS[name], "FIELDS": _FIELDS[name], "SPLIT": True}
+    ptx = _ptx(_packed_product, capability, types, {**constants, "BIASED": True})
     assert ("mma.sync" in ptx) == (dtype != torch.float32) and "tf32" not in ptx
+    assert ptx.count("cp.async.cg") >= 12 and ptx.count("ld.global") <= 12
     types = {"blocks": "*u8", "halves": "*fp16", "numbers": TYPES[dtype], "row_bytes": "i64"}
-    ptx = _ptx(_unpack, capability, types, {"PACKED": PACKED_FORMATS[name], "FIELDS": _FIELDS[name]})
-    assert "st.global.v4" in ptx and "fma.rn" not in ptx
+    ptx = _ptx(_unpack, capability, types, constants)
+    assert "ld.global.v4" in ptx and "st.global.v4" in ptx and "fma.rn" not in ptx
 
 
 @pytest.mark.parametrize(("number", "capability"), [("bf16", H100), *([("fp32", A100), ("fp16", L40)] if _AOT else ())])

@@ -14,7 +14,9 @@ from helpers.kernels.interpreted import needs_triton
 
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.kernels.spec.attention import AttentionForm, PackedSequences
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.layer_ops import NormForm
+from tightwire.kernels.spec.packed import PackedMatrix
 
 pytestmark = needs_triton
 ALL = "TIGHTWIRE_AOT" in os.environ
@@ -59,16 +61,27 @@ def _codec(name: str) -> Run:
     )
 
 
+def _packed(name: str) -> Run:
+    from tightwire.kernels.cuda import linear_packed
+
+    packed, x = PACKED_FORMATS[name], torch.empty(1, 4096, dtype=BF16)
+    blocks = torch.zeros(256, packed.row_bytes(4096), dtype=torch.uint8)
+    weight = linear_packed.split_planes(PackedMatrix(blocks, packed))
+    return lambda: (linear_packed.linear_packed(x, weight, None), linear_packed.unpack_packed(weight, BF16))
+
+
 CASES: dict[str, Callable[[], Run]] = {
     "decode": lambda: _attention(32, 8, 128, 1, 0),
     "mixed": lambda: _attention(32, 8, 128, 7, 300),
     "layer": lambda: _layer(1),
+    "packed": lambda: _packed("Q4_0"),
 }
 MORE: dict[str, Callable[[], Run]] = {
     **{
         f"attention {sizes}": lambda sizes=sizes: _attention(*sizes, 7, 300)
         for sizes in ((64, 8, 128), (32, 8, 64), (8, 1, 256))
     },
+    **{f"packed {name}": lambda name=name: _packed(name) for name in PACKED_FORMATS if name != "Q4_0"},
     **{
         f"{name}{option}": lambda name=f"{name}{option}": _codec(name)
         for name in ("int8", "int6", "int5", "int4", "int3", "int2")
