@@ -1,7 +1,6 @@
 """Decides which layers stay on the device, which are streamed and from where, and describes the cost."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -16,6 +15,7 @@ from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.residency import WeightSizes, check_codec
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.config.weights import WeightOptions
+from tightwire.server.plan.gpu_copies import copy_rates
 from tightwire.server.plan.memory_budget import LEAST_CONTEXT, MemoryBudget, NotEnoughMemoryError, make_budget
 from tightwire.server.plan.rank_bytes import MemoryInputs
 from tightwire.sizes import format_bytes
@@ -106,13 +106,33 @@ def decide_weights(
         packed = pack_model(inputs.model, inputs.layout.shards[0], inputs.formats, dtype, codec)
         check_codec(options.weight_codec, packed.stored, inputs.formats)
     streaming = _Streaming(options, inputs, num_nodes, files, resident)
-    # Replicas of a node share layers instead of each reading all of them. Never on CUDA: each device's path to the host
-    # may be faster than its path to the others.
-    may_share = inputs.num_replicas > num_nodes and inputs.device == "cpu" and options.stream_from == "auto"
-    if options.weights == "auto" and may_share:
-        with suppress(NotEnoughMemoryError):  # a node's memory does not hold one copy
-            return streaming.decide(shared=True)
-    return streaming.decide(shared=options.weights == "partition")
+    if options.weights != "auto" or options.stream_from != "auto" or inputs.num_replicas == num_nodes:
+        return streaming.decide(shared=options.weights == "partition")
+    try:  # replicas of a node share layers instead of each reading all of them
+        decision = streaming.decide(shared=True)
+    except NotEnoughMemoryError:  # a node's memory does not hold one copy
+        return streaming.decide(shared=False)
+    if inputs.device == "cpu":
+        return decision
+    alone = streaming.decide(shared=False)
+    if alone.plan.origin == "disk":
+        return decision
+    faster, why = _gpus_are_faster(len(inputs.parts) * inputs.num_replicas // num_nodes)
+    decision = decision if faster else alone
+    return replace(decision, notes=(*decision.notes, why))
+
+
+def _gpus_are_faster(num_gpus: int) -> tuple[bool, str]:
+    """Whether GPUs receive faster from each other than from the host, and why. Sharing or not, a GPU receives what it lacks: the same bytes."""
+    rates, why = copy_rates(num_gpus)
+    if rates is None:
+        return False, f"warning: weights stream from the host, because the GPUs' copies could not be timed: {why}"
+    host, gpus = (f"{rate / 1e9:.1f} GB/s" for rate in rates)
+    shares = rates.gpus > rates.host
+    return shares, (
+        f"while all {num_gpus} GPUs receive, each gets {host} from the host and {gpus} from another GPU, so replicas "
+        + ("share layers (--weights partition)" if shares else "stream their own (--weights stream)")
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Which layers stream, from where, and what is refused: from sizes alone."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from tightwire.model.weights.residency import WeightSizes
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.server.config.weights import WeightOptions
+from tightwire.server.plan import weight_decision
+from tightwire.server.plan.gpu_copies import CopyRates
 from tightwire.server.plan.memory_budget import NotEnoughMemoryError
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
 from tightwire.server.plan.weight_decision import Files, WeightDecision, as_prepared, decide_weights
@@ -178,9 +181,37 @@ def test_where_layers_wait() -> None:
     assert "host memory holds" in cuda.notes[-1]
     assert decide(WeightOptions(), 3, device="cuda", host_gib=1).plan.origin == "disk"
     assert decide(WeightOptions(weight_codec="int4"), 2, host_gib=8).plan.origin == "host"
-    replicas = [decide(WeightOptions(), 5.2, dp=2, device=device).plan.source for device in ("cpu", "cuda")]
-    assert replicas == ["partition", "stream"], "a GPU's way to the host may be faster than that to the others"
     assert decide(WeightOptions(weights="stream"), 16, exist=False).plan.origin == "host"
+
+
+@pytest.mark.parametrize(
+    ("rates", "source", "reason"),
+    [
+        (
+            CopyRates(20e9, 40e9),
+            "partition",
+            "20.0 GB/s from the host and 40.0 GB/s from another GPU, so replicas share",
+        ),
+        (CopyRates(25e9, 11e9), "stream", "25.0 GB/s from the host and 11.0 GB/s from another GPU, so replicas stream"),
+        (None, "stream", "warning: .* could not be timed: out of memory"),
+    ],
+)
+def test_auto_shares_layers_between_gpus_that_copy_from_each_other_faster_than_from_the_host(
+    rates: CopyRates | None, source: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    found = rates, "" if rates else "out of memory"
+    monkeypatch.setattr(weight_decision, "copy_rates", lambda num_gpus: asked.append(num_gpus) or found)
+    made = decide(WeightOptions(), 16, tp=2, dp=4, nodes=2, device="cuda")
+    assert (made.plan.source, asked) == (source, [4])
+    assert re.search(reason, made.notes[-1])
+    asked.clear()
+    assert decide(WeightOptions(), 16, tp=2, dp=4, nodes=2, device="cuda", host_gib=1).plan.source == "partition", (
+        "each would read the disk"
+    )
+    assert decide(WeightOptions(), 5, dp=2, device="cuda").plan.source == "stream", "a node does not hold one copy"
+    assert decide(WeightOptions(stream_from="host"), 7, dp=2, device="cuda").plan.source == "stream"
+    assert not asked
 
 
 @pytest.mark.parametrize(
