@@ -15,8 +15,8 @@ class WeightOptions:
         "auto",
         "resident: all layers on the device; stream: layers that do not fit are transferred in every step through two buffers, "
         "each while the one before it is computed; partition (needs --dp 2 or more): each replica of a node keeps a part of "
-        "every layer and gathers it before use; auto: resident if they fit, else partition if replicas share a node's memory, "
-        "else stream",
+        "every layer and gathers it before use; auto: resident if they fit, else partition if replicas share a node's memory "
+        "and GPUs copy faster from each other than from the host, else stream",
         ("auto", "resident", "stream", "partition"),
     )
     stream_from: str = option(

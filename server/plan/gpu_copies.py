@@ -3,7 +3,6 @@
 ``python -m tightwire.server.plan.gpu_copies N`` measures the first N, and prints a line of JSON.
 """
 
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CHILD, _LIMIT_S = (sys.executable, "-m", __name__), 120.0
+from tightwire.cuda_devices import run_child
+
+_CHILD = sys.executable, "-m", __name__
 _NUM_BYTES, _REPEATS = 64 << 20, 4
 
 
@@ -27,16 +28,10 @@ class CopyRates(NamedTuple):
 
 @cache
 def copy_rates(num_gpus: int) -> tuple[CopyRates | None, str]:
-    """The rates, or None and why there are none; a child measures them, because a process that uses CUDA keeps memory."""
+    """The rates of copies between so many GPUs, or None and why there are none. A child measures them."""
     sys.stderr.write("measuring how fast the GPUs copy from the host and from each other, usually 5 to 10 s\n")
-    command = [*_CHILD, str(num_gpus)]
-    try:
-        child = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return None, f"copies did not end within {_LIMIT_S:g} s"
-    if child.returncode:
-        return None, (child.stderr.strip().splitlines() or [f"the measurement ended with {child.returncode}"])[-1]
-    return CopyRates(*loads(child.stdout)), ""
+    printed, why = run_child((*_CHILD, str(num_gpus)))
+    return None if why else CopyRates(*loads(printed)), why
 
 
 def measure(num_gpus: int, num_bytes: int = _NUM_BYTES) -> CopyRates:

@@ -62,14 +62,20 @@ def cuda_devices() -> tuple[Sequence[CudaDevice], str]:
         return (), "this torch is built without CUDA"
     if reason := why_no_launch() if has_driver() else "this machine has no NVIDIA driver (libcuda.so.1)":
         return (), reason
-    try:
-        child = subprocess.run(_CHILD, check=False, capture_output=True, text=True, timeout=_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return (), f"CUDA did not answer within {_LIMIT_S:g} s"
-    if child.returncode:
-        reason = (child.stderr.strip().splitlines() or [f"its probe ended with {child.returncode}"])[-1]
+    printed, reason = run_child(_CHILD)
+    if reason:
         logging.getLogger(__name__).warning("CUDA devices are not used: %s", reason)
-    return tuple(CudaDevice(*loads(line)) for line in child.stdout.splitlines()), reason
+    return tuple(CudaDevice(*loads(line)) for line in printed.splitlines()), reason
+
+
+def run_child(command: Sequence[str]) -> tuple[str, str]:
+    """What a program that uses CUDA prints, and why it failed, or empty. This process would keep the memory that CUDA takes."""
+    try:
+        child = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return "", f"CUDA did not answer within {_LIMIT_S:g} s"
+    lines = child.stderr.strip().splitlines() or [f"its probe ended with {child.returncode}"]
+    return child.stdout, lines[-1] if child.returncode else ""
 
 
 def on_gpu(asked: str) -> bool:

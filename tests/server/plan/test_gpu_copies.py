@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.kernels.interpreted import needs_triton
 
+from tightwire import cuda_devices
 from tightwire.server.plan import gpu_copies
 from tightwire.server.plan.gpu_copies import CopyRates, copy_rates
 
@@ -27,8 +28,8 @@ def _nothing_known() -> Iterator[None]:
     [
         ("import sys; print(f'[{sys.argv[1]}e9, 25e9]')", (CopyRates(4e9, 25e9), "")),
         ("raise SystemExit('OutOfMemoryError: CUDA out of memory')", (None, "OutOfMemoryError: CUDA out of memory")),
-        ("raise SystemExit(3)", (None, "the measurement ended with 3")),
-        ("import time; time.sleep(60)", (None, "copies did not end within 0.5 s")),
+        ("raise SystemExit(3)", (None, "its probe ended with 3")),
+        ("import time; time.sleep(60)", (None, "CUDA did not answer within 0.5 s")),
     ],
 )
 def test_what_the_child_says(
@@ -36,7 +37,7 @@ def test_what_the_child_says(
 ) -> None:
     monkeypatch.setattr(gpu_copies, "_CHILD", (sys.executable, "-c", program))
     if "sleep" in program:
-        monkeypatch.setattr(gpu_copies, "_LIMIT_S", 0.5)
+        monkeypatch.setattr(cuda_devices, "_LIMIT_S", 0.5)
     assert copy_rates(4) == found
     assert "measuring how fast the GPUs copy" in capsys.readouterr().err
 
