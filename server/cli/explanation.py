@@ -71,14 +71,15 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
     decision, request = sums.comm, next(iter(policy_requests(config, model).values()))
     assert decision is not None  # `explain` takes at least two ranks
     explained = explain(decision.chooser, request, decision.setting.elem_bytes, model.num_layers)
+    by_kind = CacheShape.of(model, config.engine).describe(config.engine.max_model_len or model.max_positions)
+    nodes = run_plan.describe_nodes(config, device, [rank.fixed for rank in ranks])
+    notes = [*filter(None, (added, drafts, by_kind and f"KV cache: {by_kind}", *nodes))]
     if as_json:
-        sys.stdout.write(json.dumps(_as_data(decision, explained)) + "\n")
+        sys.stdout.write(json.dumps({**_as_data(decision, explained), "notes": notes}) + "\n")
     else:
         console = Console(highlight=False)
         _show(console, decision, explained)
-        by_kind = CacheShape.of(model, config.engine).describe(config.engine.max_model_len or model.max_positions)
-        nodes = run_plan.describe_nodes(config, device, [rank.fixed for rank in ranks])
-        for line in filter(None, (added, drafts, by_kind and f"KV cache: {by_kind}", *nodes)):
+        for line in notes:
             console.print(line, markup=False)
 
 

@@ -1,5 +1,6 @@
 """What ``tightwire explain`` says beside the AllReduces."""
 
+import json
 import os
 from pathlib import Path
 
@@ -74,6 +75,9 @@ def test_what_rank_0_drafts_with_is_in_its_memory(
     without, shown = " ".join(capsys.readouterr().out.split()).split("rank 0 drafts with d")
     assert "drafts" not in without.rpartition("speculation:")[0] and "of weights" in shown
     assert fixed[1][0] > fixed[0][0] and fixed[1][1] == fixed[0][1]
+    assert explain([model, "--tp", "2", "--device", "cpu", *options, "--json"]) == 0
+    [note] = [note for note in json.loads(capsys.readouterr().out)["notes"] if note.startswith("speculation:")]
+    assert "rank 0 drafts with d" in note
 
 
 def _two_nodes() -> tuple[NumaNode, ...]:
