@@ -44,7 +44,7 @@ def embedding(token_ids_T: Tensor, table_VD: Matrix, dtype: torch.dtype) -> Tens
 
 
 def arrange(matrix: Weight) -> Weight:
-    """The same matrix, its bytes moved in place to where products read them fastest.
+    """The same matrix, its bytes moved in place to where products read them fastest. Nobody else may read them.
 
     On a GPU by plane, on a CPU with compiled kernels interleaved if it is for activations in 8 bits, else as they are.
     """
@@ -53,5 +53,5 @@ def arrange(matrix: Weight) -> Weight:
     if isinstance(matrix, Tensor):
         return matrix
     if matrix.device.type == "cuda":
-        return triton_kernels().split_planes(matrix)
+        return triton_kernels().order_by_plane(matrix)
     return interleave_cpu(matrix) if matrix.format.int8_activations and available() else matrix

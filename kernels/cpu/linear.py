@@ -88,6 +88,7 @@ def unpack_cpu(matrix: PackedMatrix, dtype: torch.dtype, indices_T: Tensor | Non
 
 def interleave_cpu(matrix: PackedMatrix) -> PackedMatrix:
     """Interleave rows in place, for activations in 8 bits. Cost: one pass, memory of sixteen rows for each thread."""
+    assert not (matrix.interleaved or matrix.by_plane)
     num_rows, num_columns = matrix.shape
     arguments = (matrix.blocks_OB.data_ptr(), matrix.format.kind, num_columns // GROUP_ELEMS)
     num_panels = num_rows // INTERLEAVED_ROWS

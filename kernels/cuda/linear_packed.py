@@ -75,11 +75,13 @@ _FIELDS = {
 }
 
 
-def split_planes(matrix: PackedMatrix) -> PackedMatrix:
-    """The same matrix, each plane of a row's codes in one piece and then the scales, moved in place.
+def order_by_plane(matrix: PackedMatrix) -> PackedMatrix:
+    """The same matrix, each plane of a row's codes in one piece and then the scales, moved in place, where nobody else reads.
 
-    A block has 18 to 210 bytes, so only two of them can be loaded at once where blocks follow each other; of a plane sixteen can.
+    A block has 18 to 210 bytes, so most kinds load two of them at once where blocks follow each other. Of a plane sixteen are loaded at once
+    if the bytes of a row are a multiple of sixteen.
     """
+    assert not (matrix.by_plane or matrix.interleaved)
     packed = matrix.format
     planes = _FIELDS[packed.name].planes(packed.block_elems)
     codes = {byte for plane in planes for byte in plane}
@@ -90,7 +92,7 @@ def split_planes(matrix: PackedMatrix) -> PackedMatrix:
         pieces = [blocks_OGB[:, :, plane.start : plane.stop] for plane in planes]
         pieces.append(blocks_OGB.index_select(2, order_S))
         rows_OB.copy_(torch.cat([piece.flatten(1) for piece in pieces], 1))
-    return replace(matrix, split=True)
+    return replace(matrix, by_plane=True)
 
 
 def linear_packed(
@@ -106,7 +108,7 @@ def linear_packed(
         halves = blocks if packed.name == "MXFP4" else blocks.view(torch.float16)
         given = x_TD, blocks, halves, x_TD if bias_O is None else bias_O, out_TO
         sizes = num_rows, num_outputs, depth, x_TD.stride(0), blocks.stride(0)
-        constants = packed, _FIELDS[packed.name], weight_OD.split, bias_O is not None
+        constants = packed, _FIELDS[packed.name], weight_OD.by_plane, bias_O is not None
         launch(_packed_product, num_programs, x_TD.device, *given, *sizes, *constants)
     return out_TO
 
@@ -119,7 +121,7 @@ def unpack_packed(weight_OD: PackedMatrix, dtype: torch.dtype) -> Tensor:
     if num_halves:
         halves = blocks if packed.name == "MXFP4" else blocks.view(torch.float16)
         sizes = num_halves, weight_OD.shape[1] // _HALF.value, blocks.stride(0)
-        num_programs, constants = -(-num_halves // _HALVES.value), (packed, _FIELDS[packed.name], weight_OD.split)
+        num_programs, constants = -(-num_halves // _HALVES.value), (packed, _FIELDS[packed.name], weight_OD.by_plane)
         launch(_unpack, num_programs, weight_OD.device, blocks, halves, numbers_OD, *sizes, *constants)
     return numbers_OD
 
@@ -138,7 +140,7 @@ def _packed_product(
     row_bytes,
     PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    BY_PLANE: tl.constexpr,
     BIASED: tl.constexpr,
 ):
     """Compute one tile. ``halves`` is a float16 view of ``blocks``; scales and minima have even addresses."""
@@ -157,7 +159,7 @@ def _packed_product(
     for start in range(0, depth, _DEPTH):
         kept_P1 = (output_P1 < num_outputs) & (start + column_P1 < depth)
         row_P1 = output_P1.to(tl.int64) * row_bytes
-        weight_PH = _numbers(blocks, halves, row_P1, start + column_P1, kept_P1, depth, PACKED, FIELDS, SPLIT)
+        weight_PH = _numbers(blocks, halves, row_P1, start + column_P1, kept_P1, depth, PACKED, FIELDS, BY_PLANE)
         weight_OD = tl.reshape(weight_PH, (_OUTPUTS, _DEPTH))
         x_tile_RD = tl.load(x_RD + start, mask=kept_R1 & (start + column_1D < depth), other=0)
         total_RO = _add_product(x_tile_RD, weight_OD, total_RO, dtype)
@@ -179,28 +181,28 @@ def _unpack(
     row_bytes,
     PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    BY_PLANE: tl.constexpr,
 ):
     """Unpack ``_HALVES`` times sixteen numbers that follow each other in the result."""
     half_O1 = (tl.program_id(0).to(tl.int64) * _HALVES + tl.arange(0, _HALVES))[:, None]
     kept_O1 = half_O1 < num_halves
     start_O1 = (half_O1 % row_halves * _HALF).to(tl.int32)
     row_O1, depth = half_O1 // row_halves * row_bytes, row_halves * _HALF
-    weight_OH = _numbers(blocks, halves, row_O1, start_O1, kept_O1, depth, PACKED, FIELDS, SPLIT)
+    weight_OH = _numbers(blocks, halves, row_O1, start_O1, kept_O1, depth, PACKED, FIELDS, BY_PLANE)
     place_OH = half_O1 * _HALF + tl.arange(0, _HALF)[None, :]
     tl.store(raw(numbers) + place_OH, narrowed(weight_OH, numbers.dtype.element_ty), mask=kept_O1)
 
 
 @triton.jit
 def _numbers(
-    blocks, halves, row_O1, start, kept_O1, depth, PACKED: tl.constexpr, FIELDS: tl.constexpr, SPLIT: tl.constexpr
+    blocks, halves, row_O1, start, kept_O1, depth, PACKED: tl.constexpr, FIELDS: tl.constexpr, BY_PLANE: tl.constexpr
 ):
     """Sixteen numbers, from ``start`` on, of each row of ``depth`` numbers that begins at byte ``row_O1``, float32."""
     number, block, num_blocks = start % PACKED.block_elems, start // PACKED.block_elems, depth // PACKED.block_elems
     low_bytes: tl.constexpr = PACKED.block_elems * FIELDS.bits // 8
     high_bytes: tl.constexpr = PACKED.block_elems * FIELDS.high_bits // 8
     code_bytes: tl.constexpr = low_bytes + high_bytes + (4 if FIELDS.fifths_at else 0)
-    if SPLIT:
+    if BY_PLANE:
         low_O1 = row_O1 + block * low_bytes
         high_O1 = row_O1 + num_blocks * low_bytes + block * high_bytes
         fifths_O1 = row_O1 + num_blocks * low_bytes + block * 4
@@ -215,7 +217,7 @@ def _numbers(
     else:  # the lowest bits of 2^23, which is fewer instructions than a conversion; signed ones from -128 on
         sign: tl.constexpr = 128 if FIELDS.bits == 8 else 0
         numbers_OH = (codes_OH ^ (0x4B000000 + sign)).to(tl.float32, bitcast=True) - (8388608.0 + sign + FIELDS.offset)
-    floats_at: tl.constexpr = PACKED.floats_at - FIELDS.scales_at - (FIELDS.floats_behind if SPLIT else 0)
+    floats_at: tl.constexpr = PACKED.floats_at - FIELDS.scales_at - (FIELDS.floats_behind if BY_PLANE else 0)
     part = number // PACKED.scale_elems
     scale_O1, minimum_O1 = _scales(blocks, halves, scales_O1, part, kept_O1, PACKED, floats_at)
     numbers_OH *= scale_O1

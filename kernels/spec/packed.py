@@ -16,14 +16,14 @@ from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, INTERLEAVED_ROWS, Q4
 class PackedMatrix:
     """(O, D) numbers as blocks: (O, bytes of a row) uint8, contiguous rows of whole blocks.
 
-    In an ``interleaved`` matrix each full 16 rows lie side by side (``packed_int8.interleave_reference``), in a ``split`` one
-    the codes of a row come before its scales (``cuda.linear_packed.split_planes``).
+    In an ``interleaved`` matrix each full 16 rows lie side by side (``packed_int8.interleave_reference``), in a ``by_plane`` one
+    the codes of a row come before its scales (``cuda.linear_packed.order_by_plane``).
     """
 
     blocks_OB: Tensor
     format: PackedFormat
     interleaved: bool = False
-    split: bool = False
+    by_plane: bool = False
 
     def __post_init__(self) -> None:
         blocks, block_bytes = self.blocks_OB, self.format.block_bytes
@@ -144,7 +144,7 @@ def dequantize_reference(matrix: PackedMatrix, dtype: torch.dtype) -> Tensor:
 
 def block_parts(matrix: PackedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes (O, S, ``scale_elems``) without bias, scales (O, S, 1) and minima (O, S, 1), all float32."""
-    assert not (matrix.interleaved or matrix.split)
+    assert not (matrix.interleaved or matrix.by_plane)
     blocks_OGB = matrix.blocks_OB.unflatten(1, (-1, matrix.format.block_bytes))
     codes, scale, minimum = parts_of(blocks_OGB, matrix.format)
     return codes.flatten(1, 2), scale.flatten(1, 2), None if minimum is None else minimum.flatten(1, 2)

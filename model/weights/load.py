@@ -71,8 +71,10 @@ def load_weights(
     return weights
 
 
-def _arranged(tensors: Mapping[str, Weight]) -> dict[str, Weight]:
-    return {name: arrange(tensor) for name, tensor in tensors.items()}
+def _arranged(layer: PackedLayer, memory: Tensor) -> dict[str, Weight]:
+    """The tensors of a layer, arranged for products but for those in memory of others, who read them too."""
+    tensors = layer.tensors(memory)
+    return {name: tensor if name in layer.held else arrange(tensor) for name, tensor in tensors.items()}
 
 
 class _Loading:
@@ -87,11 +89,11 @@ class _Loading:
 
     def load_resident(self) -> tuple[OuterWeights, dict[int, LayerWeights]]:
         files, model = self._files, self._files.model
-        outer = OuterWeights.of(_arranged(model.outer.tensors(files.read_outer(self._device, self._moved))))
+        outer = OuterWeights.of(_arranged(model.outer, files.read_outer(self._device, self._moved)))
         layers: dict[int, LayerWeights] = {}
         for layer in self._plan.resident(self._num_layers):
-            tensors = model.plain[layer].tensors(files.read_plain(layer, self._device, self._moved))
-            layers[layer] = LayerWeights.of(_arranged(tensors))
+            memory = files.read_plain(layer, self._device, self._moved)
+            layers[layer] = LayerWeights.of(_arranged(model.plain[layer], memory))
         return outer, layers
 
     def load_to_host(self) -> packed_layer.HostStore:

@@ -40,7 +40,6 @@ async def unless(ended: Awaitable[object], work: Awaitable[T], error: type[Excep
     """The result of ``work``; cancels it and raises ``error`` once ``ended`` returns."""
     task, end = asyncio.ensure_future(work), asyncio.ensure_future(ended)
     try:
-        # No deadline here: the engine client fails every wait on a dead or hung rank, so the work always ends.
         await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise error
@@ -52,7 +51,10 @@ async def unless(ended: Awaitable[object], work: Awaitable[T], error: type[Excep
 
 
 async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of ``work``; cancels it and raises ClientGoneError on a disconnect. The body must have been read."""
+    """The result of ``work``; cancels it and raises ClientGoneError on a disconnect. The body must have been read.
+
+    No deadline here: the engine client fails every wait on a dead or hung rank, so the work always ends.
+    """
     return await unless(_wait_for_disconnect(receive), work, ClientGoneError)
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from tightwire.cuda_devices import run_child
+from tightwire.parent_death import die_with_parent
 
 _CHILD = sys.executable, "-m", __name__
-_NUM_BYTES, _REPEATS = 64 << 20, 4
+_NUM_BYTES, _REPEATS = 64 << 20, 16
 
 
 class CopyRates(NamedTuple):
@@ -29,7 +30,6 @@ class CopyRates(NamedTuple):
 @cache
 def copy_rates(num_gpus: int) -> tuple[CopyRates | None, str]:
     """The rates of copies between so many GPUs, or None and why there are none. A child measures them."""
-    sys.stderr.write("measuring how fast the GPUs copy from the host and from each other, usually 5 to 10 s\n")
     printed, why = run_child((*_CHILD, str(num_gpus)))
     return None if why else CopyRates(*loads(printed)), why
 
@@ -68,4 +68,5 @@ def _rate(sources: Sequence[Tensor], into: Sequence[Tensor]) -> float:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     sys.stdout.write(dumps(measure(int(sys.argv[1]))) + "\n")

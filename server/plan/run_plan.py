@@ -110,6 +110,8 @@ def prepare(
     draft = None if config.hosts.node_rank else open_draft(config, checkpoint, partial(fetching, name))
     if config.parallel.layout == "auto" and config.parallel.tp > 1 and link is not None:
         choice = settle(lambda room: choose_auto(config, checkpoint, formats, link, room, draft))
+    if config.parallel.dp > 1:
+        display.stage("planning, and where GPUs share layers timing their copies", 0.0)
     given = config, checkpoint.config, formats, link
     decision = decide(*given, files=files, model_id=fingerprint(checkpoint), choice=choice, draft=draft)
     note = (f"the checkpoint is quantized: {checkpoint.note}",) if checkpoint.note else ()

@@ -29,6 +29,8 @@ _MAX_PARTS = {"latency": 1, "throughput": 16}
 _PACKED_BITS = {
     packed_as: f"{8 * packed.row_bytes(GROUP_ELEMS) / GROUP_ELEMS:g}" for packed_as, packed in QUANTIZED_AS.items()
 }
+# What GPUs must gain, in time and cache, to share layers: a tie would be decided by the noise of a measurement.
+_LEAST_GAIN, _LEAST_CACHE = 1.2, 0.5
 # Share of the host's free memory for waiting layers; other programs and the page cache need the rest.
 _HOST_SHARE = 0.8
 
@@ -106,33 +108,13 @@ def decide_weights(
         packed = pack_model(inputs.model, inputs.layout.shards[0], inputs.formats, dtype, codec)
         check_codec(options.weight_codec, packed.stored, inputs.formats)
     streaming = _Streaming(options, inputs, num_nodes, files, resident)
-    if options.weights != "auto" or options.stream_from != "auto" or inputs.num_replicas == num_nodes:
+    if options.weights != "auto" or options.stream_from != "auto" or inputs.num_replicas <= num_nodes:
         return streaming.decide(shared=options.weights == "partition")
     try:  # replicas of a node share layers instead of each reading all of them
-        decision = streaming.decide(shared=True)
+        shared = streaming.decide(shared=True)
     except NotEnoughMemoryError:  # a node's memory does not hold one copy
         return streaming.decide(shared=False)
-    if inputs.device == "cpu":
-        return decision
-    alone = streaming.decide(shared=False)
-    if alone.plan.origin == "disk":
-        return decision
-    faster, why = _gpus_are_faster(len(inputs.parts) * inputs.num_replicas // num_nodes)
-    decision = decision if faster else alone
-    return replace(decision, notes=(*decision.notes, why))
-
-
-def _gpus_are_faster(num_gpus: int) -> tuple[bool, str]:
-    """Whether GPUs receive faster from each other than from the host, and why. Sharing or not, a GPU receives what it lacks: the same bytes."""
-    rates, why = copy_rates(num_gpus)
-    if rates is None:
-        return False, f"warning: weights stream from the host, because the GPUs' copies could not be timed: {why}"
-    host, gpus = (f"{rate / 1e9:.1f} GB/s" for rate in rates)
-    shares = rates.gpus > rates.host
-    return shares, (
-        f"while all {num_gpus} GPUs receive, each gets {host} from the host and {gpus} from another GPU, so replicas "
-        + ("share layers (--weights partition)" if shares else "stream their own (--weights stream)")
-    )
+    return shared if inputs.device == "cpu" else streaming.shared_or_alone(shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +150,33 @@ class _Streaming:
         if self.resident is not None:
             notes += ("warning: all weights would fit on the device; --weights resident avoids the cost of streaming",)
         return WeightDecision(plan=plan, budget=budget, notes=notes)
+
+    def shared_or_alone(self, shared: WeightDecision) -> WeightDecision:
+        """On GPUs, shared layers if they arrive clearly faster than from the host and leave enough cache, and why."""
+        try:
+            alone = self.decide(shared=False)
+        except ValueError as error:
+            return _noted(shared, f"replicas share layers, because each cannot stream its own: {error}")
+        if alone.plan.origin == "disk":
+            return _noted(shared, "replicas share layers, because each would read its own from disk")
+        if self.num_nodes > 1:  # hosts would time copies differently, and must decide alike
+            return alone
+        num_replicas, sizes = self.inputs.num_replicas, self.inputs.weight_sizes(self.options.weight_codec)
+        rates, why = copy_rates(num_replicas * len(sizes))
+        if rates is None:
+            return _noted(alone, f"warning: replicas stream their own layers; copies of the GPUs were not timed: {why}")
+        host_s = max(size.per_pass(alone.plan) for size in sizes) / rates.host
+        gpus_s = max(size.per_pass(shared.plan) for size in sizes) * (1 - 1 / num_replicas) / rates.gpus
+        caches = shared.budget.num_blocks, alone.budget.num_blocks
+        is_better = _LEAST_GAIN * gpus_s <= host_s and caches[0] >= _LEAST_CACHE * caches[1]
+        facts = (
+            f"the layers of a step arrive in {gpus_s:.2g} s from other GPUs ({rates.gpus / 1e9:.1f} GB/s while all receive), "
+            f"in {host_s:.2g} s from the host ({rates.host / 1e9:.1f} GB/s), beside {caches[0]} and {caches[1]} cache blocks"
+        )
+        if is_better:
+            return _noted(shared, f"replicas share layers: {facts}")
+        asked = f"sharing has to be {_LEAST_GAIN:g} times as fast, with {_LEAST_CACHE:.0%} of the cache"
+        return _noted(alone, f"replicas stream their own layers: {facts}; {asked} (--weights partition shares anyhow)")
 
     def _plan(self, num_streamed: int, origin: str) -> WeightPlan:
         shared = origin == "files"
@@ -231,6 +240,10 @@ class _Streaming:
                 f"--weight-codec {options.weight_codec}` writes encoded ones, or use --stream-from host"
             )
         return origin
+
+
+def _noted(decision: WeightDecision, note: str) -> WeightDecision:
+    return replace(decision, notes=(*decision.notes, note))
 
 
 def _how_to_read(inputs: MemoryInputs, files: Files) -> str:

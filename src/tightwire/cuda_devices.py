@@ -75,7 +75,8 @@ def run_child(command: Sequence[str]) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         return "", f"CUDA did not answer within {_LIMIT_S:g} s"
     lines = child.stderr.strip().splitlines() or [f"its probe ended with {child.returncode}"]
-    return child.stdout, lines[-1] if child.returncode else ""
+    named = [line for line in lines if "Error: " in line]  # CUDA's errors have lines of advice behind them
+    return child.stdout, (named or lines)[-1] if child.returncode else ""
 
 
 def on_gpu(asked: str) -> bool:

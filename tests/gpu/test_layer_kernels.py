@@ -75,13 +75,13 @@ def test_packed_product(packed: PackedFormat, dtype: torch.dtype, device: torch.
     """Few rows: one rounding to the type, and those of a float32 sum, of the rounded weights' product. Many: torch's own."""
     num_columns = max(512, packed.block_elems)
     weight, bias = common_blocks(packed, 1000, num_columns), torch.randn(1000).to(dtype)
-    on_device, split = (PackedMatrix(weight.blocks_OB.to(device), weight.format) for _ in range(2))
-    split = arrange(split)
+    on_device, ordered = (PackedMatrix(weight.blocks_OB.to(device), weight.format) for _ in range(2))
+    ordered = arrange(ordered)
     numbers = dequantize_reference(weight, dtype)
     for num_tokens in (1, 17):
         x = torch.randn(num_tokens, num_columns).to(dtype)
         product = linear(x.to(device), on_device, bias.to(device))
-        assert torch.equal(linear(x.to(device), split, bias.to(device)), product)
+        assert torch.equal(linear(x.to(device), ordered, bias.to(device)), product)
         got = product.cpu().double()
         want = x.double() @ numbers.double().T + bias.double()
         sizes = x.double().abs() @ numbers.double().abs().T + bias.double().abs()

@@ -52,4 +52,4 @@ def test_shared_layers_give_the_logits_of_own_ones(
     assert [len(own) for own in got] == [3, 2]
     for own, its in zip(got, want, strict=True):
         assert all(torch.equal(mine, wanted) for mine, wanted in zip(own, its, strict=True))
-    assert all(count.bytes_sent for one in peers for count in one.inside.ledger.counters.counts())
+    assert all(sum(count.bytes_sent for count in one.inside.ledger.counters.counts()) > 0 for one in peers)

@@ -168,24 +168,42 @@ def _of_results() -> list[str]:
     return [text for text in dict.fromkeys([*blocks, *spans]) if started.match(text)]
 
 
-def _filled(text: str) -> list[str]:
-    """The words of a command with a value where it leaves one open. What stands in brackets goes, of alternatives the first stays."""
+_OPTIONAL, _EITHER = re.compile(r" \[(-.*?)\](?= |$)"), re.compile(r"^([\w.,-]+)((?:\|[\w.,-]+)+)$")
+
+
+def _filled(text: str) -> list[list[str]]:
+    """The words of a command with a value where it leaves one open: without what is in brackets and with it, and with each alternative."""
     text = text.replace("KIND --draft-model", "draft --draft-model")
     text = re.sub(r"model\.start=[\w/-]+", "model.start=smollm2-135m", text)
-    text = re.sub(r" \[.*\](?= |$)|\.\.\.,|'data.files=.*?'", "", text)
-    words = [re.sub(r"^([\w.,-]+)\|[\w.,|-]+$", r"\1", word) for word in shlex.split(text, comments=True)]
-    words = [_OPEN_WORD.sub(lambda found: _OPEN.get(found[0], found[0]), word) for word in words]
+    text = re.sub(r"\.\.\.,|'data.files=.*?'", "", text)
+    whole = text
+    while _OPTIONAL.search(whole):
+        whole = _OPTIONAL.sub(r" \1", whole)
+    return [words for each in dict.fromkeys([_OPTIONAL.sub("", text), whole]) for words in _alternatives(each)]
+
+
+def _alternatives(text: str) -> Iterator[list[str]]:
+    words = [
+        _OPEN_WORD.sub(lambda found: _OPEN.get(found[0], found[0]), word) for word in shlex.split(text, comments=True)
+    ]
     if words[0] == "torchrun":
         words.append(f"dry_run.ranks={words[words.index('--nproc-per-node') + 1]}")
-    return [word for word in words[words.index("tightwire") + 1 :] if word]
+    choices = [
+        word.split("|") if _EITHER.match(word) else [word] for word in words[words.index("tightwire") + 1 :] if word
+    ]
+    for number in range(max(map(len, choices))):
+        yield [choice[min(number, len(choice) - 1)] for choice in choices]
 
 
 @pytest.mark.parametrize("text", _of_results(), ids=lambda text: text[:70])
 def test_a_command_of_a_figure_is_accepted(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _parse(monkeypatch, _filled(text))
+    for words in _filled(text):
+        with monkeypatch.context() as patched:
+            _parse(patched, words)
 
 
 def test_blocks_are_found_and_marks_have_reasons() -> None:
+    assert len(_of_results()) >= 60
     assert {"README.md", "CONTRIBUTING.md", "docs/training.md"} <= {command.page for command in COMMANDS}
     marks = [mark for page in PAGES for mark in re.findall(r"<!-- not run.*?-->", page.read_text())]
     assert all(_NOT_RUN.fullmatch(mark) for mark in marks)

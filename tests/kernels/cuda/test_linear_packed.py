@@ -14,10 +14,10 @@ from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, qu
 pytestmark = needs_triton
 
 
-def _split(weight: PackedMatrix) -> PackedMatrix:
-    from tightwire.kernels.cuda.linear_packed import split_planes
+def _by_plane(weight: PackedMatrix) -> PackedMatrix:
+    from tightwire.kernels.cuda.linear_packed import order_by_plane
 
-    return split_planes(replace(weight, blocks_OB=weight.blocks_OB.clone()))
+    return order_by_plane(replace(weight, blocks_OB=weight.blocks_OB.clone()))
 
 
 def _check(group: Group) -> None:
@@ -33,7 +33,7 @@ def _check(group: Group) -> None:
             numbers = dequantize_reference(weight, dtype)
             product = linear_packed(x, weight, bias)
             _assert_close(product, x, numbers, bias)
-            assert torch.equal(linear_packed(x, _split(weight), bias), product), packed.name
+            assert torch.equal(linear_packed(x, _by_plane(weight), bias), product), packed.name
             if packed in (
                 Q4_1,
                 Q8_0,
@@ -76,12 +76,12 @@ def _check_unpacked(group: Group) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for rows in ((0, 37), (3, 4), (2, 2)):
                 numbers = dequantize_reference(weight.rows(*rows), dtype)
-                for layout in (weight, _split(weight)):
+                for layout in (weight, _by_plane(weight)):
                     assert torch.equal(unpack_packed(layout.rows(*rows), dtype), numbers), packed.name
 
 
 @pytest.mark.parametrize("packed", PACKED_FORMATS.values(), ids=lambda packed: packed.name)
-def test_a_split_row_has_its_planes_in_one_piece_each_and_then_its_scales(
+def test_a_row_by_plane_has_its_planes_in_one_piece_each_and_then_its_scales(
     packed: PackedFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tightwire.kernels.cuda import linear_packed
@@ -89,15 +89,20 @@ def test_a_split_row_has_its_planes_in_one_piece_each_and_then_its_scales(
     weight, count = common_blocks(packed, 9, 3 * packed.block_elems), packed.block_bytes
     kept = weight.blocks_OB.clone()
     monkeypatch.setattr(linear_packed, "_ROWS_MOVED", 4)
-    split = linear_packed.split_planes(weight)
-    assert split.split and split.blocks_OB is weight.blocks_OB and split.shape == (9, 3 * packed.block_elems)
+    ordered = linear_packed.order_by_plane(weight)
+    assert ordered.by_plane and ordered.blocks_OB is weight.blocks_OB and ordered.shape == (9, 3 * packed.block_elems)
     planes = linear_packed._FIELDS[packed.name].planes(packed.block_elems)
     codes = [byte for plane in planes for byte in plane]
     order = [*map(list, planes), [byte for byte in range(count) if byte not in codes]]
     assert sum(map(len, order)) == count and len(codes) == packed.block_elems * packed.bits // 8
     want = torch.cat([kept[:, [block * count + byte for block in range(3) for byte in piece]] for piece in order], 1)
-    assert torch.equal(split.blocks_OB, want)
-    assert torch.equal(split.take(torch.tensor([7, 0])).blocks_OB, want[[7, 0]]) and split.take(torch.tensor([1])).split
+    assert torch.equal(ordered.blocks_OB, want)
+    with pytest.raises(AssertionError):
+        linear_packed.order_by_plane(ordered)
+    assert (
+        torch.equal(ordered.take(torch.tensor([7, 0])).blocks_OB, want[[7, 0]])
+        and ordered.take(torch.tensor([1])).by_plane
+    )
 
 
 def test_products(interpreted: InterpretedRank) -> None:

@@ -1,6 +1,7 @@
 """Which layers stream, from where, and what is refused: from sizes alone."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,34 +185,79 @@ def test_where_layers_wait() -> None:
     assert decide(WeightOptions(weights="stream"), 16, exist=False).plan.origin == "host"
 
 
+Timed = Callable[[CopyRates | None], list[int]]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
+    """Sets the rates of copies, and returns the numbers of GPUs that were timed."""
+
+    def set_rates(rates: CopyRates | None) -> list[int]:
+        asked: list[int] = []
+        found = rates, "" if rates else "out of memory"
+        monkeypatch.setattr(weight_decision, "copy_rates", lambda num_gpus: asked.append(num_gpus) or found)
+        return asked
+
+    return set_rates
+
+
+def on_gpus(**options: Any) -> WeightDecision:
+    return decide(WeightOptions(), 18, **{"tp": 2, "dp": 4, "device": "cuda"} | options)
+
+
 @pytest.mark.parametrize(
     ("rates", "source", "reason"),
     [
-        (
-            CopyRates(20e9, 40e9),
-            "partition",
-            "20.0 GB/s from the host and 40.0 GB/s from another GPU, so replicas share",
-        ),
-        (CopyRates(25e9, 11e9), "stream", "25.0 GB/s from the host and 11.0 GB/s from another GPU, so replicas stream"),
-        (None, "stream", "warning: .* could not be timed: out of memory"),
+        (CopyRates(20e9, 40e9), "partition", r"replicas share layers: .* \(40.0 GB/s .* host \(20.0 GB/s\), beside "),
+        (CopyRates(25e9, 11e9), "stream", "replicas stream their own layers: .* has to be 1.2 times as fast, with 50%"),
+        (None, "stream", "warning: replicas stream .* were not timed: out of memory"),
     ],
 )
-def test_auto_shares_layers_between_gpus_that_copy_from_each_other_faster_than_from_the_host(
-    rates: CopyRates | None, source: str, reason: str, monkeypatch: pytest.MonkeyPatch
+def test_layers_of_gpus_are_shared_if_they_arrive_clearly_faster_from_other_gpus(
+    rates: CopyRates | None, source: str, reason: str, timed: Timed
 ) -> None:
-    asked: list[int] = []
-    found = rates, "" if rates else "out of memory"
-    monkeypatch.setattr(weight_decision, "copy_rates", lambda num_gpus: asked.append(num_gpus) or found)
-    made = decide(WeightOptions(), 16, tp=2, dp=4, nodes=2, device="cuda")
-    assert (made.plan.source, asked) == (source, [4])
-    assert re.search(reason, made.notes[-1])
-    asked.clear()
-    assert decide(WeightOptions(), 16, tp=2, dp=4, nodes=2, device="cuda", host_gib=1).plan.source == "partition", (
-        "each would read the disk"
-    )
+    asked = timed(rates)
+    made = on_gpus()
+    assert (made.plan.source, asked) == (source, [8])
+    assert re.search(reason, made.notes[-1]), made.notes[-1]
+
+
+def test_layers_of_gpus_are_shared_at_a_gain_of_a_fifth_and_half_the_cache(
+    timed: Timed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(CopyRates(1e12, 1e9))
+    alone = on_gpus()
+    timed(CopyRates(1e9, 1e12))
+    shared = on_gpus()
+    [size, *_] = [WeightSizes(MODEL, shard, PLAIN, torch.bfloat16) for shard in make_layout(MODEL, 2).shards]
+    least = 1.2 * size.per_pass(shared.plan) * 3 / 4 / size.per_pass(alone.plan)
+    kept = shared.budget.num_blocks / alone.budget.num_blocks
+    monkeypatch.setattr(weight_decision, "_LEAST_CACHE", kept)
+    for factor, source in ((1.01, "partition"), (0.99, "stream")):
+        timed(CopyRates(1e9, least * factor * 1e9))
+        assert on_gpus().plan.source == source
+    timed(CopyRates(1e9, 100e9))
+    monkeypatch.setattr(weight_decision, "_LEAST_CACHE", kept + 0.01)
+    assert on_gpus().plan.source == "stream"
+
+
+def test_copies_of_gpus_are_timed_only_where_they_decide(timed: Timed) -> None:
+    asked = timed(CopyRates(1e9, 9e9))
+    assert on_gpus(nodes=2).plan.source == "stream", "hosts must decide alike"
+    by_disk = on_gpus(host_gib=1)
+    assert by_disk.plan.source == "partition" and "would read its own from disk" in by_disk.notes[-1]
+    random = on_gpus(host_gib=0.1, exist=False)
+    assert random.plan.source == "partition" and "cannot stream its own: random weights" in random.notes[-1]
     assert decide(WeightOptions(), 5, dp=2, device="cuda").plan.source == "stream", "a node does not hold one copy"
     assert decide(WeightOptions(stream_from="host"), 7, dp=2, device="cuda").plan.source == "stream"
     assert not asked
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_replica_of_several_nodes_streams(device: str) -> None:
+    assert (
+        decide(WeightOptions(), 2.5 if device == "cpu" else 3.6, tp=2, nodes=2, device=device).plan.source == "stream"
+    )
 
 
 @pytest.mark.parametrize(

@@ -285,18 +285,22 @@ def test_swiglu(gelu: bool) -> None:
 def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
     """Sixteen-bit numbers are multiplied in matrix units, float32 not, as they would round it; unpacked ones leave as vectors.
 
-    Codes of split rows arrive sixteen bytes at once, ahead of their use; what is loaded otherwise are scales.
+    Codes of rows by plane arrive sixteen bytes at once, ahead of their use; what is loaded otherwise are scales.
     """
     from tightwire.kernels.cuda.linear_packed import _FIELDS, _packed_product, _unpack
     from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 
     types = {**dict.fromkeys(("x", "bias", "out"), TYPES[dtype]), "blocks": "*u8", "halves": "*fp16"}
-    constants = {"PACKED": PACKED_FORMATS[name], "FIELDS": _FIELDS[name], "SPLIT": True}
+    constants = {"PACKED": PACKED_FORMATS[name], "FIELDS": _FIELDS[name], "BY_PLANE": True}
     ptx = _ptx(_packed_product, capability, types, {**constants, "BIASED": True})
     assert ("mma.sync" in ptx) == (dtype != torch.float32) and "tf32" not in ptx
     assert ptx.count("cp.async.cg") >= 12 and ptx.count("ld.global") <= 12
+    if name in ("Q4_K", "Q6_K"):  # streamed layers
+        _ptx(_packed_product, capability, types, {**constants, "BY_PLANE": False, "BIASED": True})
     types = {"blocks": "*u8", "halves": "*fp16", "numbers": TYPES[dtype], "row_bytes": "i64"}
     ptx = _ptx(_unpack, capability, types, constants)
+    if name in ("Q4_K", "Q6_K"):
+        _ptx(_unpack, capability, types, {**constants, "BY_PLANE": False})
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx and "fma.rn" not in ptx
 
 
