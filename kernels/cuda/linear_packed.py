@@ -78,8 +78,8 @@ _FIELDS = {
 def order_by_plane(matrix: PackedMatrix) -> PackedMatrix:
     """The same matrix, each plane of a row's codes in one piece and then the scales, moved in place, where nobody else reads.
 
-    A block has 18 to 210 bytes, so most kinds load two of them at once where blocks follow each other. Of a plane sixteen are loaded at once
-    if the bytes of a row are a multiple of sixteen.
+    A block has 17 to 210 bytes, so where blocks follow each other one to eight of them are loaded at once in most formats. Of a plane sixteen
+    are, if the bytes of a row are a multiple of sixteen.
     """
     assert not (matrix.by_plane or matrix.interleaved)
     packed = matrix.format

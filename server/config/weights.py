@@ -16,7 +16,7 @@ class WeightOptions:
         "resident: all layers on the device; stream: layers that do not fit are transferred in every step through two buffers, "
         "each while the one before it is computed; partition (needs --dp 2 or more): each replica of a node keeps a part of "
         "every layer and gathers it before use; auto: resident if they fit, else partition if replicas share a node's memory "
-        "(on GPUs if layers arrive faster from each other than from the host, or would come from disk), else stream",
+        "(on the GPUs of a host: if layers arrive clearly faster from other GPUs and enough cache is left), else stream",
         ("auto", "resident", "stream", "partition"),
     )
     stream_from: str = option(

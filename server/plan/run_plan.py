@@ -42,6 +42,7 @@ from tightwire.server.plan.weight_decision import IN_FILES, Files, as_prepared, 
 from tightwire.sizes import format_bytes
 
 FETCH_STOPS_S = 2.0  # a fetch reports, and so checks ``stopped``, several times a second
+_TIMING = "planning; GPUs that may share layers time their copies"
 _SLOWER_PACKED = 'packed weights save memory on a GPU and may cost time: docs/serving.md, "A layer on a GPU"'
 
 
@@ -110,10 +111,15 @@ def prepare(
     draft = None if config.hosts.node_rank else open_draft(config, checkpoint, partial(fetching, name))
     if config.parallel.layout == "auto" and config.parallel.tp > 1 and link is not None:
         choice = settle(lambda room: choose_auto(config, checkpoint, formats, link, room, draft))
-    if config.parallel.dp > 1:
-        display.stage("planning, and where GPUs share layers timing their copies", 0.0)
-    given = config, checkpoint.config, formats, link
+    given, may_time = (
+        (config, checkpoint.config, formats, link),
+        config.parallel.dp > 1 and config.model.device != "cpu",
+    )
+    if may_time:
+        display.stage(_TIMING, 0.0)
     decision = decide(*given, files=files, model_id=fingerprint(checkpoint), choice=choice, draft=draft)
+    if may_time:
+        display.stage(_TIMING, 1.0)
     note = (f"the checkpoint is quantized: {checkpoint.note}",) if checkpoint.note else ()
     return checkpoint, replace(decision, notes=(*note, *decision.notes))
 

@@ -29,7 +29,7 @@ _MAX_PARTS = {"latency": 1, "throughput": 16}
 _PACKED_BITS = {
     packed_as: f"{8 * packed.row_bytes(GROUP_ELEMS) / GROUP_ELEMS:g}" for packed_as, packed in QUANTIZED_AS.items()
 }
-# What GPUs must gain, in time and cache, to share layers: a tie would be decided by the noise of a measurement.
+# On GPUs shared layers must be so many times as fast, as noise would decide a tie, and leave this part of the cache for sequences.
 _LEAST_GAIN, _LEAST_CACHE = 1.2, 0.5
 # Share of the host's free memory for waiting layers; other programs and the page cache need the rest.
 _HOST_SHARE = 0.8
@@ -156,22 +156,22 @@ class _Streaming:
         try:
             alone = self.decide(shared=False)
         except ValueError as error:
-            return _noted(shared, f"replicas share layers, because each cannot stream its own: {error}")
+            return _noted(shared, f"replicas share layers, as each cannot stream its own: {str(error).splitlines()[0]}")
         if alone.plan.origin == "disk":
             return _noted(shared, "replicas share layers, because each would read its own from disk")
-        if self.num_nodes > 1:  # hosts would time copies differently, and must decide alike
-            return alone
+        if self.num_nodes > 1:  # each host would time its own copies, and all must decide alike
+            return _noted(alone, "replicas stream their own layers: on several nodes copies are not timed")
         num_replicas, sizes = self.inputs.num_replicas, self.inputs.weight_sizes(self.options.weight_codec)
         rates, why = copy_rates(num_replicas * len(sizes))
         if rates is None:
             return _noted(alone, f"warning: replicas stream their own layers; copies of the GPUs were not timed: {why}")
         host_s = max(size.per_pass(alone.plan) for size in sizes) / rates.host
         gpus_s = max(size.per_pass(shared.plan) for size in sizes) * (1 - 1 / num_replicas) / rates.gpus
-        caches = shared.budget.num_blocks, alone.budget.num_blocks
+        caches = shared.budget.step_blocks, alone.budget.step_blocks
         is_better = _LEAST_GAIN * gpus_s <= host_s and caches[0] >= _LEAST_CACHE * caches[1]
         facts = (
             f"the layers of a step arrive in {gpus_s:.2g} s from other GPUs ({rates.gpus / 1e9:.1f} GB/s while all receive), "
-            f"in {host_s:.2g} s from the host ({rates.host / 1e9:.1f} GB/s), beside {caches[0]} and {caches[1]} cache blocks"
+            f"in {host_s:.2g} s from the host ({rates.host / 1e9:.1f} GB/s); {caches[0]} cache blocks fit if shared, {caches[1]} if not"
         )
         if is_better:
             return _noted(shared, f"replicas share layers: {facts}")

@@ -18,6 +18,8 @@ from json import dumps, loads
 from pathlib import Path
 from typing import NamedTuple
 
+# Lines that torch adds to CUDA's errors.
+_ADVICE = "Search for ", "CUDA kernel errors might ", "For debugging consider ", "Compile with "
 _CHILD, _LIMIT_S = (sys.executable, "-m", __name__), 120.0
 
 
@@ -74,9 +76,8 @@ def run_child(command: Sequence[str]) -> tuple[str, str]:
         child = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
         return "", f"CUDA did not answer within {_LIMIT_S:g} s"
-    lines = child.stderr.strip().splitlines() or [f"its probe ended with {child.returncode}"]
-    named = [line for line in lines if "Error: " in line]  # CUDA's errors have lines of advice behind them
-    return child.stdout, (named or lines)[-1] if child.returncode else ""
+    said = [line for line in child.stderr.splitlines() if line.strip() and not line.startswith(_ADVICE)]
+    return child.stdout, (said or [f"its probe ended with {child.returncode}"])[-1] if child.returncode else ""
 
 
 def on_gpu(asked: str) -> bool:

@@ -29,7 +29,7 @@ def _nothing_known() -> Iterator[None]:
         ("import sys; print(f'[{sys.argv[1]}e9, 25e9]')", (CopyRates(4e9, 25e9), "")),
         ("raise SystemExit('OutOfMemoryError: CUDA out of memory')", (None, "OutOfMemoryError: CUDA out of memory")),
         (
-            r"raise SystemExit('AcceleratorError: CUDA error: busy\nCompile with DSA')",
+            r"raise SystemExit('AcceleratorError: CUDA error: busy\nCompile with DSA\n')",
             (None, "AcceleratorError: CUDA error: busy"),
         ),
         ("raise SystemExit(3)", (None, "its probe ended with 3")),

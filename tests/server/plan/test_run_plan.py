@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.model.tiny_gguf import make_tiny_gguf
+from tiny import make_tiny
 
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.group.host import num_cores
@@ -289,6 +290,24 @@ def test_a_fetch_that_is_no_longer_wanted_is_given_up(monkeypatch: pytest.Monkey
     with pytest.raises(ModelError, match="stopped while fetching smollm2-135m"):
         run_plan.prepare(make_config({}), Heard(1), stopped=lambda: len(fractions) == 3)
     assert fractions == [0.0, 0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"), [({"dp": 2}, True), ({"dp": 2, "device": "cpu"}, False), ({"tp": 2}, False)]
+)
+def test_the_wait_for_copies_of_gpus_is_shown_and_ends(
+    asked: dict[str, Any], shown: bool, tmp_path: Path, gpus: list[CudaDevice]
+) -> None:
+    stages: list[tuple[str, float]] = []
+
+    class Heard(Progress):
+        def stage(self, name: str, fraction: float, rank: int = 0) -> None:
+            stages.append((name, fraction))
+
+    config = make_config({"model": str(make_tiny(tmp_path / "m")), **asked})
+    run_plan.prepare(config, Heard(1))
+    timing = [(name, fraction) for name, fraction in stages if "time their copies" in name]
+    assert [fraction for _, fraction in timing] == ([0.0, 1.0] if shown else [])
 
 
 def test_between_gpus_auto_tries_peer_memory_and_has_a_policy_without_it(gpus: list[CudaDevice]) -> None:

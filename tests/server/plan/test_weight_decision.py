@@ -208,7 +208,11 @@ def on_gpus(**options: Any) -> WeightDecision:
 @pytest.mark.parametrize(
     ("rates", "source", "reason"),
     [
-        (CopyRates(20e9, 40e9), "partition", r"replicas share layers: .* \(40.0 GB/s .* host \(20.0 GB/s\), beside "),
+        (
+            CopyRates(20e9, 40e9),
+            "partition",
+            r"replicas share layers: .* \(40.0 GB/s .* host \(20.0 GB/s\); [0-9]+ cache blocks fit if shared, ",
+        ),
         (CopyRates(25e9, 11e9), "stream", "replicas stream their own layers: .* has to be 1.2 times as fast, with 50%"),
         (None, "stream", "warning: replicas stream .* were not timed: out of memory"),
     ],
@@ -241,9 +245,20 @@ def test_layers_of_gpus_are_shared_at_a_gain_of_a_fifth_and_half_the_cache(
     assert on_gpus().plan.source == "stream"
 
 
+def test_of_a_cache_on_the_host_the_buffers_on_the_device_are_compared(timed: Timed) -> None:
+    timed(CopyRates(1e9, 1e12))
+    engine = EngineOptions(max_num_seqs=8, kv_offload=True)
+    made = {gib: decide(WeightOptions(), gib, tp=2, dp=4, device="cuda", engine=engine) for gib in (14, 16)}
+    assert [each.plan.source for each in made.values()] == ["stream", "partition"], "14 GiB leave less than half"
+    for each, words in zip(made.values(), ("{} if not", "; {} cache blocks fit if shared"), strict=True):
+        assert each.budget.step_blocks < each.budget.num_blocks
+        assert words.format(each.budget.step_blocks) in each.notes[-1]
+
+
 def test_copies_of_gpus_are_timed_only_where_they_decide(timed: Timed) -> None:
     asked = timed(CopyRates(1e9, 9e9))
-    assert on_gpus(nodes=2).plan.source == "stream", "hosts must decide alike"
+    on_nodes = on_gpus(nodes=2)
+    assert on_nodes.plan.source == "stream" and "on several nodes copies are not timed" in on_nodes.notes[-1]
     by_disk = on_gpus(host_gib=1)
     assert by_disk.plan.source == "partition" and "would read its own from disk" in by_disk.notes[-1]
     random = on_gpus(host_gib=0.1, exist=False)
