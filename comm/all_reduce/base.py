@@ -18,6 +18,7 @@ class BaseAllReduce(ABC):
     """
 
     name: str
+    lossless = True
 
     def __init__(self, group: Group) -> None:
         self.rank = group.rank
@@ -57,10 +58,6 @@ class BaseAllReduce(ABC):
             self._transport.bytes_sent += sent
         self._ledger.end(sent, self._exact_bytes(x))
         return result
-
-    @property
-    def lossless(self) -> bool:
-        return True
 
     def _exact_bytes(self, x: Tensor) -> int | None:
         """Bytes that the exact algorithm of the same shape would have sent for ``x``, or None if this one is exact."""

@@ -31,12 +31,12 @@ class FlashAllReduce(BaseAllReduce):
         super().__init__(group)
         self.name = name or f"flash:{reduce_codec.name},{gather_codec.name}"
         self._codecs = reduce_codec, gather_codec
-        self._lossless = reduce_codec.exact and gather_codec.exact
+        self.lossless = reduce_codec.exact and gather_codec.exact
         prepare_codecs(group.device, reduce_codec, gather_codec)
         fused = group.transport.fused
         if fused is not None:
             self._fused = lambda x, carried: fused.flash(x, *self._codecs, carried)
-            self._hides_coding = not (fused.tells_coding or self._lossless)
+            self._hides_coding = not (fused.tells_coding or self.lossless)
 
     def _carried(self, feedback: Feedback, phase: str, x: Tensor) -> Carried:
         reduce_codec, gather_codec = self._codecs
@@ -44,10 +44,6 @@ class FlashAllReduce(BaseAllReduce):
             feedback.carried(f"{phase} reduce", reduce_codec, x.numel(), x.device),
             feedback.carried(f"{phase} gather", gather_codec, x.numel(), x.device),
         )
-
-    @property
-    def lossless(self) -> bool:
-        return self._lossless
 
     def slices(self, num_elems: int) -> list[int]:
         return _slices(num_elems, self.world_size, *self._codecs)
@@ -57,7 +53,7 @@ class FlashAllReduce(BaseAllReduce):
         return sum_in_two_legs(self._transport, x_N, lengths, self._codecs, x_N.dtype, self._ledger, carried=carried)
 
     def _exact_bytes(self, x: Tensor) -> int | None:
-        if self._lossless:
+        if self.lossless:
             return None
         return flash_bytes(self.rank, self.world_size, x.numel(), x.element_size(), NONE, NONE)
 
@@ -66,7 +62,7 @@ class FlashAllReduce(BaseAllReduce):
 
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
         """Bound: the ranks' reduce-leg bounds and the additions, then the gather leg's bound for the sum, then one rounding."""
-        if self._lossless:
+        if self.lossless:
             return rank_order_bound(inputs)
         if self.world_size == 1:
             return torch.zeros(inputs[0].shape, dtype=torch.float64, device=inputs[0].device)

@@ -53,11 +53,8 @@ class HierarchicalAllReduce(BaseAllReduce):
         self._inside = group if group.nodes is None else group.nodes.inside
         self._across = None if group.nodes is None else group.nodes.across
         self._codec = NONE if group.nodes is None else codec
+        self.lossless = self._codec.exact
         prepare_codecs(group.device, self._codec, self._codec)
-
-    @property
-    def lossless(self) -> bool:
-        return self._codec.exact
 
     def _reduce(self, x_N: Tensor, carried: Carried) -> Tensor:
         group, inside, dtype = self._group, self._inside, x_N.dtype

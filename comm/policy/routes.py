@@ -69,13 +69,9 @@ class SizedAllReduce:
             raise ValueError("the last entry, and no other, is for messages of any size")
         if limits != sorted(set(limits)):
             raise ValueError(f"limits must rise, got {limits}")
-        self.name = name
+        self.name, self.lossless = name, all(all_reduce.lossless for _, all_reduce in table)
         self._limited = [(limit, all_reduce) for limit, all_reduce in table if limit is not None]
         self._largest = table[-1][1]
-
-    @property
-    def lossless(self) -> bool:
-        return self._largest.lossless and all(all_reduce.lossless for _, all_reduce in self._limited)
 
     def __call__(self, x: Tensor, phase: str = "", site: str = "", feedback: Feedback | None = None) -> Tensor:
         return self.choose(x.nbytes)(x, phase, site, feedback)
