@@ -68,6 +68,9 @@ class ProcessGroupTransport(Transport):
         self.barrier()  # all ranks are ready, and the library's connections exist
         self.fused, self._check = fused, check
 
+    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
+        return self.deliver(slices, [slices[self.rank].numel()] * self.world_size)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The library's sum. Counts a ring's bytes, rounded down to whole elements, because no library reports its bytes."""
         result = x.clone(memory_format=torch.contiguous_format)
@@ -138,20 +141,8 @@ class GlooTransport(ProcessGroupTransport):
     for.
     """
 
-    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        own = slices[self.rank]
-        received = [own] * self.world_size
-        for peer in self._others:
-            received[peer] = torch.empty_like(own, memory_format=torch.contiguous_format)
-        self._swap(slices, received)
-        return received
-
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        received = [buf] * self.world_size
-        for peer in self._others:
-            received[peer] = buf.new_empty(buf.numel() if sizes is None else sizes[peer])
-        self._swap([buf] * self.world_size, received)
-        return received
+        return self.deliver([buf] * self.world_size, [buf.numel()] * self.world_size if sizes is None else sizes)
 
     def gather_into(self, buf: Tensor, out: Tensor, moved: Moved = nothing_told) -> None:
         parts = out.view(self.world_size, buf.numel())
@@ -223,13 +214,6 @@ class NcclTransport(ProcessGroupTransport):
         if self._group is not None:
             self._group.shutdown()
         super().close()
-
-    def exchange(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        own_bytes = slices[self.rank].numel()
-        outgoing = [buf.numel() for buf in slices]
-        received = self._all_to_all(torch.cat(list(slices)), outgoing, [own_bytes] * self.world_size)
-        self.bytes_sent += sum(outgoing) - own_bytes
-        return received
 
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
         own_bytes = buf.numel()
