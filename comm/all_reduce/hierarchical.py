@@ -13,6 +13,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import NODE_ORDER, Setting, Work, coded_elem_bytes, coding_effort
 from tightwire.comm.all_reduce.names import NAMES
+from tightwire.comm.codec import error_bounds
 from tightwire.comm.codec.codec import (
     NONE,
     Carried,
@@ -22,13 +23,6 @@ from tightwire.comm.codec.codec import (
     slice_lengths,
     sum_encoded,
     sum_in_rank_order,
-)
-from tightwire.comm.codec.error_bounds import (
-    adding_bound,
-    quantized_sum_bound,
-    quantized_total_bound,
-    rank_order_bound,
-    rounded_parts_bound,
 )
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
@@ -100,18 +94,18 @@ class HierarchicalAllReduce(BaseAllReduce):
     def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
         """Without a codec: the nodes' sums with one rounding each, then their sum. With one: flash's bound, over nodes."""
         if self._across is None:
-            return rank_order_bound(inputs)
+            return error_bounds.rank_order_bound(inputs)
         size = self._inside.world_size
         by_node = [[x.reshape(-1) for x in inputs[i : i + size]] for i in range(0, len(inputs), size)]
         flat = [x_N for parts in by_node for x_N in parts]
         if self._codec.exact:
-            bound_N = rounded_parts_bound(by_node)
+            bound_N = error_bounds.rounded_parts_bound(by_node)
         else:
             sums = [sum_in_rank_order([x_N.float() for x_N in parts]) for parts in by_node]
-            sum_N, error_N = quantized_sum_bound(sums, self._codec)
+            sum_N, error_N = error_bounds.quantized_sum_bound(sums, self._codec)
             for parts in by_node:
-                error_N = error_N + adding_bound(parts)
-            bound_N = quantized_total_bound(flat, sum_N, error_N, self._codec)
+                error_N = error_N + error_bounds.adding_bound(parts)
+            bound_N = error_bounds.quantized_total_bound(flat, sum_N, error_N, self._codec)
         return bound_N.view(inputs[0].shape)
 
 

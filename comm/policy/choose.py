@@ -17,24 +17,11 @@ import msgspec
 from tightwire.comm.all_reduce.entry import NODE_ORDER, RANK_ORDER
 from tightwire.comm.all_reduce.make import lossless_names, lossy_names, parse_all_reduce
 from tightwire.comm.codec.error_bounds import relative_rms_error
+from tightwire.comm.policy import rules
 from tightwire.comm.policy.accuracy import Accuracy
 from tightwire.comm.policy.cost import CostModel, size_grid
 from tightwire.comm.policy.error_budget import ErrorBudget
-from tightwire.comm.policy.rules import (
-    DROP,
-    PHASES,
-    SITES,
-    WHY_GUARDED,
-    Choice,
-    FileRule,
-    Policy,
-    PolicyFile,
-    QuarantinedError,
-    Rule,
-    apply,
-    guarded,
-    world_size_warning,
-)
+from tightwire.comm.policy.rules import DROP, WHY_GUARDED, Choice, FileRule, Policy, PolicyFile, Rule
 from tightwire.sizes import format_bytes
 
 _KEEP_WITHIN = 1.03  # a switch must gain more than the repeatability of medians
@@ -124,13 +111,13 @@ class Chooser:
 
     def policy(self) -> Policy:
         """Rules for every site and phase; raises QuarantinedError if ``auto`` has no usable algorithm left."""
-        rules = (Rule(site, phase, self._choices(site, phase)) for site in SITES for phase in PHASES)
-        base = Policy(tuple(part for rule in rules for part in guarded(rule, self._request.num_layers)))
+        own = (Rule(site, phase, self._choices(site, phase)) for site in rules.SITES for phase in rules.PHASES)
+        base = Policy(tuple(part for rule in own for part in rules.guarded(rule, self._request.num_layers)))
         file = self._request.file
         if file is None:
             return base
-        rules = tuple(msgspec.structs.replace(rule, reason=self._reason(rule)) for rule in file.rules)
-        return apply(base, msgspec.structs.replace(file, rules=rules), self._request.file_name)
+        stated = tuple(msgspec.structs.replace(rule, reason=self._reason(rule)) for rule in file.rules)
+        return rules.apply(base, msgspec.structs.replace(file, rules=stated), self._request.file_name)
 
     @property
     def warning(self) -> str | None:
@@ -142,7 +129,7 @@ class Chooser:
                 measured = f"the KL {accuracy.measured_on}; `{accuracy.command}` measures this model"
                 return f"{flag} {budget} is compared with {measured}"
         world_size = self._costs.setting.world_size
-        return None if request.file is None else world_size_warning(request.file, request.file_name, world_size)
+        return None if request.file is None else rules.world_size_warning(request.file, request.file_name, world_size)
 
     def candidates(self) -> list[str]:
         """Every algorithm worth measuring here, lossless ones first."""
@@ -207,7 +194,7 @@ class Chooser:
         orders, refused = self._admitted[phase].orders, self._admitted[phase].refused
         if not orders:
             found = "; ".join(f"{name}: {reason}" for name, reason in refused.items() if name in lossless_names())
-            raise QuarantinedError(
+            raise rules.QuarantinedError(
                 f"auto has no AllReduce left for {phase} messages ({found}). Name one with --allreduce, choose another "
                 "--transport, or run `tightwire tune` again if the measurements are out of date"
             )
