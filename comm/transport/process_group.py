@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, BroadcastOptions, Work
 
-from tightwire.comm.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CommError,
-    Numbered,
-    PeerLostError,
-    name_ranks,
-    unlike_most,
-)
+from tightwire.comm import errors
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
 from tightwire.comm.transport.store_notes import FailureNotes, Note
@@ -60,8 +52,8 @@ class ProcessGroupTransport(Transport):
         self._check: Callable[[], None] = lambda: None
         self._others = [(rank + i) % world_size for i in range(1, world_size)]
         self._peer: int | None = None  # the rank that the current wait is for, when it is one rank
-        self._failure: CommError | None = None
-        self.numbered: Numbered = lambda error: error
+        self._failure: errors.CommError | None = None
+        self.numbered: errors.Numbered = lambda error: error
 
     def add_fused(self, fused: FusedAllReduce, check: Callable[[], None]) -> None:
         """Use ``fused``; messages first call its ``check``, which raises if it has failed. Collective."""
@@ -85,7 +77,7 @@ class ProcessGroupTransport(Transport):
     def _open_group(self) -> Any:
         self._check()
         if self._group is None:
-            raise self._failure or CommError(f"rank {self.rank}: this group is closed")
+            raise self._failure or errors.CommError(f"rank {self.rank}: this group is closed")
         return self._group
 
     def _call(self, method: str, *args: Any) -> None:
@@ -94,9 +86,9 @@ class ProcessGroupTransport(Transport):
         except RuntimeError as error:
             raise self._failed(error) from error
 
-    def _failed(self, error: RuntimeError) -> CommError:
+    def _failed(self, error: RuntimeError) -> errors.CommError:
         """Close the group and return the error that names the ranks at fault, for a library ``error``."""
-        if isinstance(error, CommError):
+        if isinstance(error, errors.CommError):
             return error
         # The traceback's frames reference the running operations, which reference the group that must be freed.
         error.__traceback__ = None
@@ -111,26 +103,20 @@ class ProcessGroupTransport(Transport):
         self._failure = self.numbered(self._explain(own, notes, culprits, error))
         return self._failure
 
-    def _explain(self, own: Note, notes: dict[int, Note], culprits: set[int], error: RuntimeError) -> CommError:
+    def _explain(self, own: Note, notes: dict[int, Note], culprits: set[int], error: RuntimeError) -> errors.CommError:
         doing = {self.rank: own.doing, **{rank: note.doing for rank, note in notes.items()}}
         reports = "; ".join(doing.get(rank, f"rank {rank}: no report") for rank in range(self.world_size))
         waiting = f"Waiting: {reports}. ({str(error).splitlines()[0].split('. ')[0]})"
+        named = f"{errors.name_ranks(culprits)} of {self.world_size}"
         if own.timed_out or any(note.timed_out for note in notes.values()):
             calls = {rank: _TIME_SPENT.sub("", words.partition(" in ")[2]) for rank, words in doing.items()}
             if len(calls) == self.world_size and len(set(calls.values())) > 1:  # all ranks came, but to different calls
-                return CollectiveMismatchError(
-                    f"rank {self.rank} of {self.world_size}: the ranks called different collectives. {waiting}",
-                    unlike_most(calls),
-                )
-            return CollectiveTimeoutError(
-                f"{name_ranks(culprits)} of {self.world_size} did not arrive within {self.timeout_s:g} s: hung, stopped "
-                f"or busy elsewhere. {waiting}",
-                culprits,
-            )
-        return PeerLostError(
-            f"lost {name_ranks(culprits)} of {self.world_size}: the process died, closed its group or is cut off. {waiting}",
-            culprits,
-        )
+                text = f"rank {self.rank} of {self.world_size}: the ranks called different collectives. {waiting}"
+                return errors.CollectiveMismatchError(text, errors.unlike_most(calls))
+            text = f"{named} did not arrive within {self.timeout_s:g} s: hung, stopped or busy elsewhere. {waiting}"
+            return errors.CollectiveTimeoutError(text, culprits)
+        text = f"lost {named}: the process died, closed its group or is cut off. {waiting}"
+        return errors.PeerLostError(text, culprits)
 
 
 class GlooTransport(ProcessGroupTransport):

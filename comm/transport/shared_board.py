@@ -21,14 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tightwire.comm.errors import (
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    CommError,
-    PeerLostError,
-    name_ranks,
-    unlike_most,
-)
+from tightwire.comm import errors
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.transport.process_group import ProcessGroupTransport
 from tightwire.comm.transport.segment import RANK_BYTES, header_bytes
@@ -150,7 +143,7 @@ class SharedBoard:
     def mismatched(self, turn: int) -> list[int]:
         """The ranks whose call in ``turn`` differs from the majority's; all that have arrived when there is no majority."""
         arrived = [peer for peer in range(self.world_size) if self.turn(peer) >= turn]
-        return unlike_most({peer: (*self._latest(peer)[:2], self.call(peer, turn)) for peer in arrived})
+        return errors.unlike_most({peer: (*self._latest(peer)[:2], self.call(peer, turn)) for peer in arrived})
 
     def last_collectives(self, turn: int | None = None) -> str:
         """Each rank's latest collective, such as ``rank 0: all_reduce ring 1152 B, #7``; with its call in ``turn``."""
@@ -207,7 +200,7 @@ class SharedTurns:
         self.bytes_sent = 0
         self.board = SharedBoard(fd, library.rank, library.world_size, library.ledger)
         self._timeout_s, self.ledger = library.timeout_s, library.ledger
-        self._failure: CommError | None = None
+        self._failure: errors.CommError | None = None
 
     def open_turn(self) -> Tensor:
         """Return this rank's buffer of the next turn once no rank reads it any more."""
@@ -258,7 +251,7 @@ class SharedTurns:
     def close(self) -> None:
         """Tell the others, which fail at once if they wait for this rank. The memory is freed with its last user."""
         self.board.mark_closed(LEFT if self._failure is None else FAILED)
-        self._failure = self._failure or CommError(f"rank {self.rank}: this group is closed")
+        self._failure = self._failure or errors.CommError(f"rank {self.rank}: this group is closed")
 
     def _await(self, has_arrived: Callable[[], bool]) -> None:
         """Wait until ``has_arrived``, which itself waits briefly, checking the clock and the peers in between."""
@@ -277,7 +270,7 @@ class SharedTurns:
         if gone:
             self._fail_without(gone)
         if time.monotonic() > deadline and (absent := board.absent()):
-            self._fail(CollectiveTimeoutError, "timed out waiting for", absent, f"waited {self._timeout_s:g} s")
+            self._fail(errors.CollectiveTimeoutError, "timed out waiting for", absent, f"waited {self._timeout_s:g} s")
 
     def _fail_without(self, gone: Sequence[int]) -> None:
         """Blame the ranks that died or left; if all that are gone failed themselves, blame the ranks they waited for."""
@@ -288,10 +281,10 @@ class SharedTurns:
         failed = [peer for peer in absent if board.why_closed(peer) == FAILED]
         lost = [peer for peer in absent if peer not in failed and board.is_gone(peer)]
         if lost:
-            self._fail(PeerLostError, "lost", lost, "the process died or closed its group")
+            self._fail(errors.PeerLostError, "lost", lost, "the process died or closed its group")
         silent = [peer for peer in absent if peer not in failed]
-        reason = f"{name_ranks(gone)} gave up waiting"
-        self._fail(CollectiveTimeoutError, "timed out waiting for", silent or failed, reason)
+        reason = f"{errors.name_ranks(gone)} gave up waiting"
+        self._fail(errors.CollectiveTimeoutError, "timed out waiting for", silent or failed, reason)
 
     def fail_by_mismatch(self, turn: int | None = None) -> None:
         """Raise the error for different calls in ``turn``, by default this rank's turn."""
@@ -301,15 +294,16 @@ class SharedTurns:
         while not lib.tw_wait_for_all(board.native, turn) and time.monotonic() < deadline:
             pass
         text = f"rank {self.rank} of {self.world_size}: the ranks called different collectives: {board.last_collectives(turn)}"
-        self._failure = self._numbered(CollectiveMismatchError(text, board.mismatched(turn)))
+        self._failure = self._numbered(errors.CollectiveMismatchError(text, board.mismatched(turn)))
         board.mark_closed(MISMATCHED)
         self.close()
         raise self._failure
 
-    def _fail(self, error: type[CommError], verb: str, ranks: Sequence[int], reason: str) -> None:
+    def _fail(self, error: type[errors.CommError], verb: str, ranks: Sequence[int], reason: str) -> None:
         """Close the group and raise: messages may be half read, so the group cannot be used any more."""
-        text = f"rank {self.rank} {verb} {name_ranks(ranks)} of {self.world_size} in {self.ledger.current() or 'a barrier'}: "
-        text += f"{reason}. Last collectives: {self.board.last_collectives()}"
+        during = self.ledger.current() or "a barrier"
+        text = f"rank {self.rank} {verb} {errors.name_ranks(ranks)} of {self.world_size} in {during}: {reason}. "
+        text += f"Last collectives: {self.board.last_collectives()}"
         self._failure = self._numbered(error(text, ranks))
         self.close()
         raise self._failure
