@@ -23,7 +23,7 @@ class BaseAllReduce(ABC):
     def __init__(self, group: Group) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
-        self._transport = group.transport
+        self._group, self._transport = group, group.transport
         self._counter = group.transport if group.nodes is None else group  # counts the bytes sent
         self._ledger = group.ledger
         self._fused: Callable[[Tensor, Carried], Tensor] | None = None  # one kernel in place of ``_reduce``

@@ -16,7 +16,7 @@ from tightwire.comm.all_reduce.names import NAMES, main_preset_names
 from tightwire.comm.codec.codec import NONE, Carried, Codec, Feedback, prepare_codecs, slice_lengths
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound, rank_order_bound
 from tightwire.comm.group.group import Group
-from tightwire.comm.transport.legs import sum_in_two_legs, two_leg_bytes
+from tightwire.comm.group.legs import sum_in_two_legs, two_leg_bytes
 
 
 class FlashAllReduce(BaseAllReduce):
@@ -50,7 +50,7 @@ class FlashAllReduce(BaseAllReduce):
 
     def _reduce(self, x_N: Tensor, carried: Carried) -> Tensor:
         lengths = self.slices(x_N.numel())
-        return sum_in_two_legs(self._transport, x_N, lengths, self._codecs, x_N.dtype, self._ledger, carried=carried)
+        return sum_in_two_legs(self._group, x_N, lengths, self._codecs, x_N.dtype, carried)
 
     def _exact_bytes(self, x: Tensor) -> int | None:
         if self.lossless:

@@ -25,8 +25,8 @@ from tightwire.comm.codec.codec import (
     sum_in_rank_order,
 )
 from tightwire.comm.group.group import Group
+from tightwire.comm.group.legs import exchange_encoded, gather_decoded, sum_in_two_legs, two_leg_bytes
 from tightwire.comm.group.nodes import run_leg
-from tightwire.comm.transport.legs import exchange_encoded, gather_decoded, sum_in_two_legs, two_leg_bytes
 
 
 class HierarchicalAllReduce(BaseAllReduce):
@@ -43,7 +43,6 @@ class HierarchicalAllReduce(BaseAllReduce):
     def __init__(self, group: Group, codec: Codec = NONE, name: str = "hierarchical") -> None:
         super().__init__(group)
         self.name = name
-        self._group = group
         self._inside = group if group.nodes is None else group.nodes.inside
         self._across = None if group.nodes is None else group.nodes.across
         self._codec = NONE if group.nodes is None else codec
@@ -54,7 +53,7 @@ class HierarchicalAllReduce(BaseAllReduce):
         group, inside, dtype = self._group, self._inside, x_N.dtype
         lengths = self._slices_inside(x_N.numel())
         own = lengths[inside.rank]
-        received = run_leg(group, inside, exchange_encoded, inside.transport, x_N, lengths, NONE, self._ledger)
+        received = run_leg(group, inside, exchange_encoded, inside, x_N, lengths, NONE)
         if self._codec.exact:
             sum_N = sum_in_rank_order([buf.view(dtype) for buf in received])
         else:
@@ -62,12 +61,9 @@ class HierarchicalAllReduce(BaseAllReduce):
         if self._across is not None and own:
             across, codecs = self._across, (self._codec, self._codec)
             slices = self._slices_across(own)
-            sum_N = run_leg(
-                group, across, sum_in_two_legs, across.transport, sum_N, slices, codecs, dtype, self._ledger
-            )
+            sum_N = run_leg(group, across, sum_in_two_legs, across, sum_N, slices, codecs, dtype)
         sum_N = sum_N.to(dtype)  # an empty slice may still be float32
-        own_bytes = as_bytes(sum_N)
-        return run_leg(group, inside, gather_decoded, inside.transport, own_bytes, lengths, NONE, dtype, self._ledger)
+        return run_leg(group, inside, gather_decoded, inside, as_bytes(sum_N), lengths, NONE, dtype)
 
     def _slices_inside(self, num_elems: int) -> list[int]:
         # Codec groups between nodes are aligned to the start of the tensor, for any L.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import NONE, Codec, check_summable, slice_lengths, sum_encoded
 from tightwire.comm.group.group import Group
-from tightwire.comm.transport.legs import exchange_encoded
+from tightwire.comm.group.legs import exchange_encoded
 
 
 def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dtype | None = None) -> Tensor:
@@ -22,11 +22,11 @@ def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dt
     dtype = dtype or x.dtype
     if group.world_size == 1 or x.numel() == 0:
         return x.contiguous().view(-1).to(dtype, copy=True)
-    lengths, ledger = reduce_scatter_slices(x.numel(), group.world_size, codec), group.ledger
+    lengths = reduce_scatter_slices(x.numel(), group.world_size, codec)
     exact_bytes = None if codec.exact else (x.numel() - lengths[group.rank]) * x.element_size()
     with group.recorded("reduce_scatter", codec.label, x.nbytes, exact_bytes):
-        received = exchange_encoded(group.transport, x.contiguous().view(-1), lengths, codec, ledger)
-        with ledger.coding_if(not codec.exact):
+        received = exchange_encoded(group, x.contiguous().view(-1), lengths, codec)
+        with group.ledger.coding_if(not codec.exact):
             return sum_encoded(received, lengths[group.rank], codec, x.dtype).to(dtype)
 
 
