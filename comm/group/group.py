@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,14 @@ class Group:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class JoinOptions(TypedDict, total=False):
+    """Options of ``open_process_group`` that the subgroups of a group are opened with as well."""
+
+    join_timeout_s: float | None
+    interface: str | None
+    sockets: SocketOptions | None
 
 
 def open_process_group(

@@ -5,17 +5,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, Unpack
 
 import torch
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, renumbered
-from tightwire.comm.group.group import Group, NodeGroups, in_process_groups, open_process_group
+from tightwire.comm.group.group import Group, JoinOptions, NodeGroups, in_process_groups, open_process_group
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import Link
 from tightwire.comm.transport.emulated import ThrottledTransport
-from tightwire.comm.transport.socket_join import SocketOptions
 from tightwire.comm.transport.store_notes import FailureNotes, Note
 
 _Args = ParamSpec("_Args")
@@ -30,11 +29,9 @@ def join_nodes(
     topology: Topology,
     *,
     store: Store,
-    join_timeout_s: float | None = None,
     name: str = "ranks",
-    interface: str | None = None,
     segment_fd: int | None = None,
-    sockets: SocketOptions | None = None,
+    **options: Unpack[JoinOptions],
 ) -> Group:
     """Add this rank's subgroups to ``group``, if there are several nodes. Collective.
 
@@ -42,21 +39,13 @@ def join_nodes(
     are those of ``open_process_group``. Raises ValueError if the ranks have different numbers of nodes,
     CollectiveTimeoutError with the ranks that did not join.
     """
-    own = torch.tensor([topology.num_nodes], device=group.device).view(torch.uint8)
-    told = [int(buf.view(torch.int64)) for buf in group.transport.gather(own)]
+    told = [int(num_nodes) for (num_nodes,) in group.gather_numbers([topology.num_nodes])]
     if len(set(told)) > 1:
         raise ValueError(f"ranks 0 to {group.world_size - 1} have different numbers of nodes: {told}")
     if topology.num_nodes == 1:
         return group
     join = partial(
-        open_process_group,
-        store=store,
-        device=group.device,
-        timeout_s=group.timeout_s,
-        join_timeout_s=join_timeout_s,
-        interface=interface,
-        sockets=sockets,
-        ledger=group.ledger,
+        open_process_group, store=store, device=group.device, timeout_s=group.timeout_s, ledger=group.ledger, **options
     )
     of_node = Topology(topology.node_rank, topology.ranks_per_node)
     inside = join(of_node, name=f"{name}/node-{topology.node}", segment_fd=segment_fd)
@@ -149,8 +138,7 @@ def held_rate(group: Group, link: Link) -> float:
         start = time.perf_counter()
         group.transport.exchange(slices)
         seconds.append(max(time.perf_counter() - start - link.latency_s, 1e-9))
-    own = torch.tensor([others * slices[0].numel() / min(seconds)], dtype=torch.float64)
-    return min(float(told.view(torch.float64)) for told in group.transport.gather(own.view(torch.uint8)))
+    return min(rate for (rate,) in group.gather_numbers([others * slices[0].numel() / min(seconds)]))
 
 
 # Loading has no deadline of its own: the parent process ends all ranks when one of them fails.
@@ -222,28 +210,25 @@ def join_partition(
     *,
     store: Store,
     device: torch.device,
-    timeout_s: float = 60.0,
-    join_timeout_s: float | None = None,
-    name: str = "partition",
-    interface: str | None = None,
-    segment_fd: int | None = None,
+    timeout_s: float,
+    segment_fd: int | None,
+    **options: Unpack[JoinOptions],
 ) -> PartitionPeers:
     """Join the ranks with the same shard. All ranks of the world call this.
 
     The arguments are those of ``open_process_group``. ``timeout_s`` must exceed the time a rank computes between two layers, and
     the ranks ``at.inside`` share ``segment_fd``. Errors have the ranks' numbers in the world.
     """
-    name = f"{name}/shard-{at.shard}"
+    name = f"partition/shard-{at.shard}"
     inside = open_process_group(
         Topology(at.place, at.per_node),
         store=store,
         device=device,
         timeout_s=timeout_s,
-        join_timeout_s=join_timeout_s,
         name=f"{name}/node-{at.topology.node}",
-        interface=interface,
         segment_fd=segment_fd,
         numbered=at.numbered,
+        **options,
     )
     return PartitionPeers(at=at, inside=inside, await_all=make_barrier(store, name, at))
 
