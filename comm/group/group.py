@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -150,6 +151,7 @@ def open_process_group(
     if peer_blocks and device.type != "cuda":
         raise ValueError(f"peer memory is between GPUs, got device {device}")
     ledger, rank, world_size, no_peer_memory = ledger or Ledger(), topology.rank, topology.world_size, ""
+    shared: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": device, "timeout_s": timeout_s}
     if world_size == 1:
         transport: Transport = InProcessTransport(ThreadExchange(1), 0, timeout_s=timeout_s)
     else:
@@ -183,42 +185,23 @@ def open_process_group(
             raise CommError(
                 f"rank {rank} of {world_size} could not connect to the others on {device}: {error}"
             ) from error
-        transport = joined = make(
-            library, notes, rank=rank, world_size=world_size, device=device, timeout_s=timeout_s, ledger=ledger
-        )
+        transport = joined = make(library, notes, ledger=ledger, **shared)
         joined.numbered = numbered or joined.numbered
         joined.barrier()
         if segment_fd is not None:
             transport = SharedMemoryTransport(segment_fd, joined)
         if peer_blocks:
             no_peer_memory = add_peer_memory(joined, PrefixStore("peer-memory", store), peer_blocks)
-    return Group(
-        rank=rank,
-        world_size=world_size,
-        device=device,
-        timeout_s=timeout_s,
-        transport=transport,
-        ledger=ledger,
-        no_peer_memory=no_peer_memory,
-    )
+    return Group(transport=transport, ledger=ledger, no_peer_memory=no_peer_memory, **shared)
 
 
 def in_process_groups(world_size: int, timeout_s: float = 30.0, ledgers: Sequence[Ledger] | None = None) -> list[Group]:
     """Return one group per rank, all in this process; give each its own thread. Each gets its own of ``ledgers``, or a new one."""
-    threads = ThreadExchange(world_size)
-    groups = []
+    threads, groups = ThreadExchange(world_size), list[Group]()
+    make = partial(Group, world_size=world_size, device=torch.device("cpu"), timeout_s=timeout_s)
     for rank, ledger in enumerate(ledgers or [Ledger() for _ in range(world_size)]):
         transport = InProcessTransport(threads, rank, timeout_s=timeout_s, describe=ledger.current)
-        groups.append(
-            Group(
-                rank=rank,
-                world_size=world_size,
-                device=torch.device("cpu"),
-                timeout_s=timeout_s,
-                transport=transport,
-                ledger=ledger,
-            )
-        )
+        groups.append(make(rank=rank, transport=transport, ledger=ledger))
     return groups
 
 
@@ -247,22 +230,19 @@ def within(timeout_s: float, make: Callable[[], _T], late: Callable[[], str]) ->
 
     CommError: it is late; ``late`` gives the message.
     """
-    made, failed = list[_T](), list[RuntimeError]()
+    made: Future[_T] = Future()
 
     def run() -> None:
         try:
-            made.append(make())
+            made.set_result(make())
         except RuntimeError as error:
-            failed.append(error)
+            made.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="connects")
-    thread.start()
-    thread.join(timeout_s)
-    if failed:
-        raise failed[0]
-    if not made:
-        raise CommError(late())
-    return made[0]
+    threading.Thread(target=run, daemon=True, name="connects").start()
+    try:
+        return made.result(timeout_s)
+    except TimeoutError:
+        raise CommError(late()) from None
 
 
 def _gloo_is_late(rank: int, timeout_s: float) -> str:
