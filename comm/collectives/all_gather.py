@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import NONE, Codec, as_bytes, check_summable
 from tightwire.comm.group.group import Group
-from tightwire.comm.protocols import Moved, nothing_told
+from tightwire.comm.protocols import Moved
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 _COUNT_BYTES = 8
@@ -42,15 +42,7 @@ def all_gather_bytes(world_size: int, num_elems: int, elem_bytes: int, codec: Co
 
 
 def all_gather_into(
-    group: Group,
-    part_N: Tensor,
-    out_WN: Tensor,
-    codec: Codec = NONE,
-    exact_bytes: int = 0,
-    moved: Moved = nothing_told,
-    *,
-    phase: str = "",
-    site: str = "",
+    group: Group, part_N: Tensor, out_WN: Tensor, codec: Codec, exact_bytes: int, moved: Moved, *, phase: str, site: str
 ) -> None:
     """Gather the ranks' parts into ``out_WN`` unchanged, for bytes that are encoded once and gathered often.
 

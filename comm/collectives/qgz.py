@@ -65,18 +65,12 @@ def hierarchical_slices(num_elems: int, world_size: int, inside_codec: Codec, ac
 
 
 def hierarchical_bytes(
-    rank: int,
-    num_nodes: int,
-    ranks_per_node: int,
-    num_elems: int,
-    elem_bytes: int,
-    inside_codec: Codec = NONE,
-    across_codec: Codec = NONE,
+    rank: int, num_nodes: int, per_node: int, num_elems: int, elem_bytes: int, inside_codec: Codec, across_codec: Codec
 ) -> tuple[int, int]:
     """The bytes that ``rank`` sends (inside, between) nodes: about (L-1)/L a(n), (K-1)/K b(n/L) for codecs a, b."""
-    lengths = hierarchical_slices(num_elems, num_nodes * ranks_per_node, inside_codec, across_codec)
-    by_place = [lengths[place::ranks_per_node] for place in range(ranks_per_node)]
-    node, place = divmod(rank, ranks_per_node)
+    lengths = hierarchical_slices(num_elems, num_nodes * per_node, inside_codec, across_codec)
+    by_place = [lengths[place::per_node] for place in range(per_node)]
+    node, place = divmod(rank, per_node)
     own = by_place.pop(place)
     inside = sum(inside_codec.wire_bytes(sum(slices), elem_bytes) for slices in by_place)
     del own[node]
