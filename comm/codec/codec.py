@@ -173,11 +173,10 @@ def encode_slices(x_N: Tensor, lengths: Sequence[int], codec: Codec, carried_M: 
     if codec.exact:
         return list(codec.encode(x_N).split(sizes))
     slices = list(x_N.new_empty(sum(sizes), dtype=torch.uint8).split(sizes))
-    for part, out, carried in zip(
-        x_N.split(list(lengths)), slices, split_carried(carried_M, lengths, codec), strict=True
-    ):
+    errors = split_carried(carried_M, lengths, codec)
+    for part, out, error in zip(x_N.split(list(lengths)), slices, errors, strict=True):
         if out.numel():
-            codec.encode(part, out, carried)
+            codec.encode(part, out, error)
     return slices
 
 
@@ -193,13 +192,10 @@ def decode_slices(bufs: Sequence[Tensor], lengths: Sequence[int], codec: Codec, 
 
 def sum_encoded(bufs: Sequence[Tensor], num_elems: int, codec: Codec, dtype: torch.dtype) -> Tensor:
     """The float32 sum of encoded slices of ``num_elems`` numbers each, of ``dtype`` before encoding."""
-    if num_elems == 0:
-        return bufs[0].new_empty(0, dtype=torch.float32)
     sum_N = bufs[0].new_empty(num_elems, dtype=torch.float32)
-    if codec.exact:
-        sum_N.copy_(bufs[0].view(dtype))
-    else:
-        codec.decode(bufs[0], num_elems, torch.float32, sum_N)
+    if num_elems == 0:
+        return sum_N
+    codec.decode(bufs[0], num_elems, dtype if codec.exact else torch.float32, sum_N)
     for buf in bufs[1:]:
         codec.decode_add(buf, sum_N, dtype)
     return sum_N

@@ -66,8 +66,8 @@ def quantized_sum_bound(inputs: Sequence[Tensor], codec: Codec) -> tuple[Tensor,
     if not codec.exact:
         error_N = torch.stack([codec.max_error(x_N) for x_N in inputs]).sum(0)
         magnitude_N = magnitude_N + error_N
-        if _rotates(codec):
-            magnitude_N = _group_sums(magnitude_N, codec.group_elems)
+        if codec.rotated_elems > 1:
+            magnitude_N = _group_sums(magnitude_N, codec.rotated_elems)
     return sum_N, error_N + _adding_factor(len(inputs)) * magnitude_N
 
 
@@ -83,7 +83,7 @@ def quantized_total_bound(inputs: Sequence[Tensor], sum_N: Tensor, error_N: Tens
         codec_error_N = codec.max_error(reached_N.float())
         # Rotated numbers may have been added while rotated, with other last bits. That may move the group's bfloat16
         # scale to a neighboring value.
-        error_N = error_N + codec_error_N * (1 + 2.0**-7 * _rotates(codec))
+        error_N = error_N + codec_error_N * (1 + 2.0**-7 * (codec.rotated_elems > 1))
     numbers = torch.finfo(inputs[0].dtype)
     return _rounded(inputs, error_N, numbers.smallest_normal * numbers.eps / 2)
 
@@ -95,10 +95,6 @@ def _rounded(inputs: Sequence[Tensor], error: Tensor, least: float = 0.0) -> Ten
     if dtype != torch.float32:
         error = error + _unit(dtype) * (_exact(inputs).abs() + error) + least
     return _infinite_on_overflow(error, largest, dtype)
-
-
-def _rotates(codec: Codec) -> bool:
-    return codec.format is not None and codec.format.hadamard
 
 
 def _group_sums(x_N: Tensor, group_elems: int) -> Tensor:

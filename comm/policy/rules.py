@@ -12,6 +12,7 @@ import msgspec
 from tightwire.atomic_file import write_atomic
 from tightwire.comm.all_reduce.names import preset_names, split_name
 from tightwire.comm.codec.codec_names import has_feedback
+from tightwire.comm.group.numa import describe_numbers
 
 SITES = ("embed", "o_proj", "down_proj")
 # In a policy file, of sums after attention: each rank goes on with its own part, and the sum after the MLP includes all parts.
@@ -88,9 +89,7 @@ def guarded(rule: Rule, num_layers: int) -> tuple[Rule, ...]:
     last = (num_layers - 1,) if rule.site == "down_proj" else ()
     choices = tuple(
         msgspec.structs.replace(
-            choice,
-            algorithms=(GUARD, *choice.algorithms[1:]),
-            reason=f"part of {choice.algorithms[0]}: {WHY_GUARDED}",
+            choice, algorithms=(GUARD, *choice.algorithms[1:]), reason=f"part of {choice.algorithms[0]}: {WHY_GUARDED}"
         )
         if _is_guarded(choice.algorithms[0])
         else choice
@@ -100,21 +99,13 @@ def guarded(rule: Rule, num_layers: int) -> tuple[Rule, ...]:
 
 
 def _is_guarded(name: str) -> bool:
-    return name in preset_names() and any(
-        has_feedback(codec) and not codec.startswith("int8") for codec in split_name(name)[1]
-    )
+    codecs = split_name(name)[1] if name in preset_names() else ()
+    return any(has_feedback(codec) and not codec.startswith("int8") for codec in codecs)
 
 
 def describe_layers(layers: Sequence[int]) -> str:
     """Format rising layer numbers, such as ``layers 0-3, 7``."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(spans)}"
+    return f"layer{'s' if len(layers) > 1 else ''} {describe_numbers(layers).replace(',', ', ')}"
 
 
 def _allowed(rule: Rule, choice: Choice, wrong: Mapping[str, str]) -> Choice:
@@ -125,10 +116,9 @@ def _allowed(rule: Rule, choice: Choice, wrong: Mapping[str, str]) -> Choice:
             f"{rule.phase} messages of {rule.site} have no AllReduce left, because the self-test found {found}. "
             "Choose another --allreduce, or another --transport"
         )
-    first = choice.algorithms[0]
-    if left[0] == first:
-        return msgspec.structs.replace(choice, algorithms=left)
-    reason = f"replaces {first}, which failed the self-test ({wrong[first]})"
+    first, reason = choice.algorithms[0], choice.reason
+    if left[0] != first:
+        reason = f"replaces {first}, which failed the self-test ({wrong[first]})"
     return msgspec.structs.replace(choice, algorithms=left, reason=reason)
 
 
@@ -204,9 +194,8 @@ def write_policy_file(path: Path, file: PolicyFile) -> None:
 def apply(base: Policy, file: PolicyFile, name: str = "") -> Policy:
     """Put the file's rules, called ``name`` in reasons, before those of ``base``; leave out those for no layer."""
     rules: list[Rule] = []
-    taken: dict[
-        tuple[str, str], set[int] | None
-    ] = {}  # layers that have a rule, by site and phase; None stands for all
+    # Layers that have a rule, by site and phase; None stands for all.
+    taken: dict[tuple[str, str], set[int] | None] = {}
     for rule in [*(_rule(rule, name) for rule in file.rules), *base.rules]:
         kind = (rule.site, rule.phase)
         before = taken.get(kind, set[int]())

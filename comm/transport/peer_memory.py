@@ -97,12 +97,7 @@ _Mapping = Callable[[int], tuple[list[Tensor], object]]
 
 
 def map_peer_buffers(
-    exchange: FactExchange,
-    store: Store,
-    device: torch.device,
-    *,
-    num_blocks: int,
-    send_bytes: int = SEND_BYTES,
+    exchange: FactExchange, store: Store, device: torch.device, *, num_blocks: int, send_bytes: int = SEND_BYTES
 ) -> PeerBuffers:
     """Map GPU memory of every rank on all ranks, zeroed, and verified by writing to it.
 
