@@ -13,7 +13,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import Setting, Work, coded_elem_bytes, coding_effort
 from tightwire.comm.all_reduce.names import NAMES, main_preset_names
-from tightwire.comm.codec.codec import NONE, Carried, Codec, Feedback, prepare_codecs, slice_lengths
+from tightwire.comm.codec.codec import NONE, Carried, Codec, Feedback, prepare_codecs, slices_for
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound, rank_order_bound
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.legs import sum_in_two_legs, two_leg_bytes
@@ -46,7 +46,7 @@ class FlashAllReduce(BaseAllReduce):
         )
 
     def slices(self, num_elems: int) -> list[int]:
-        return _slices(num_elems, self.world_size, *self._codecs)
+        return slices_for(num_elems, self.world_size, *self._codecs)
 
     def _reduce(self, x_N: Tensor, carried: Carried) -> Tensor:
         lengths = self.slices(x_N.numel())
@@ -75,13 +75,8 @@ def flash_bytes(
     rank: int, world_size: int, num_elems: int, elem_bytes: int, reduce_codec: Codec, gather_codec: Codec
 ) -> int:
     """Bytes that ``rank`` sends: the others' slices, then the sum of its own slice to each of them."""
-    lengths = _slices(num_elems, world_size, reduce_codec, gather_codec)
+    lengths = slices_for(num_elems, world_size, reduce_codec, gather_codec)
     return two_leg_bytes(rank, lengths, (reduce_codec, gather_codec), elem_bytes)
-
-
-def _slices(num_elems: int, world_size: int, reduce_codec: Codec, gather_codec: Codec) -> list[int]:
-    multiple = max(reduce_codec.group_elems, gather_codec.group_elems)  # both are powers of two
-    return slice_lengths(num_elems, world_size, multiple)
 
 
 def flash_work(setting: Setting, num_bytes: int, reduce_codec: Codec, gather_codec: Codec) -> Work:

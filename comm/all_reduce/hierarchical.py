@@ -14,16 +14,7 @@ from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import NODE_ORDER, Setting, Work, coded_elem_bytes, coding_effort
 from tightwire.comm.all_reduce.names import NAMES
 from tightwire.comm.codec import error_bounds
-from tightwire.comm.codec.codec import (
-    NONE,
-    Carried,
-    Codec,
-    as_bytes,
-    prepare_codecs,
-    slice_lengths,
-    sum_encoded,
-    sum_in_rank_order,
-)
+from tightwire.comm.codec.codec import NONE, Carried, Codec, prepare_codecs, slices_for, sum_encoded, sum_in_rank_order
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.legs import exchange_encoded, gather_decoded, sum_in_two_legs, two_leg_bytes
 from tightwire.comm.group.nodes import run_leg
@@ -63,15 +54,15 @@ class HierarchicalAllReduce(BaseAllReduce):
             slices = self._slices_across(own)
             sum_N = run_leg(group, across, sum_in_two_legs, across, sum_N, slices, codecs, dtype)
         sum_N = sum_N.to(dtype)  # an empty slice may still be float32
-        return run_leg(group, inside, gather_decoded, inside, as_bytes(sum_N), lengths, NONE, dtype)
+        return run_leg(group, inside, gather_decoded, inside, NONE.encode(sum_N), lengths, NONE, dtype)
 
     def _slices_inside(self, num_elems: int) -> list[int]:
         # Codec groups between nodes are aligned to the start of the tensor, for any L.
-        return slice_lengths(num_elems, self._inside.world_size, self._codec.group_elems)
+        return slices_for(num_elems, self._inside.world_size, self._codec)
 
     def _slices_across(self, num_elems: int) -> list[int]:
         assert self._across is not None
-        return slice_lengths(num_elems, self._across.world_size, self._codec.group_elems)
+        return slices_for(num_elems, self._across.world_size, self._codec)
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
         return self._bytes(num_elems, elem_bytes, self._codec)

@@ -139,6 +139,11 @@ def slice_lengths(num_elems: int, num_slices: int, multiple: int = 1) -> list[in
     return [max(0, min(length, num_elems - i * length)) for i in range(num_slices)]
 
 
+def slices_for(num_elems: int, num_slices: int, *codecs: Codec) -> list[int]:
+    """``slice_lengths`` in whole groups of all ``codecs``, whose sizes are powers of two."""
+    return slice_lengths(num_elems, num_slices, max(codec.group_elems for codec in codecs))
+
+
 def as_bytes(x_N: Tensor) -> Tensor:
     """The memory of a contiguous one-dimensional tensor as uint8, without a copy."""
     return x_N.view(torch.uint8)

@@ -8,15 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import (
-    NONE,
-    Codec,
-    check_summable,
-    encode_slices,
-    slice_lengths,
-    sum_and_encode,
-    sum_encoded,
-)
+from tightwire.comm.codec.codec import NONE, Codec, check_summable, encode_slices, sum_and_encode, sum_encoded
+from tightwire.comm.collectives.reduce_scatter import reduce_scatter_slices
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 
@@ -61,7 +54,7 @@ def hierarchical_reduce_scatter(
 
 def hierarchical_slices(num_elems: int, world_size: int, inside_codec: Codec, across_codec: Codec) -> list[int]:
     """Elements of each rank's slice, by rank: ceil(n / W) rounded up to whole groups of both codecs."""
-    return slice_lengths(num_elems, world_size, max(inside_codec.group_elems, across_codec.group_elems))
+    return reduce_scatter_slices(num_elems, world_size, inside_codec, across_codec)
 
 
 def hierarchical_bytes(

@@ -6,7 +6,7 @@ For ranks on several nodes ``qgz`` has one in two legs, of which the leg between
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import NONE, Codec, check_summable, slice_lengths, sum_encoded
+from tightwire.comm.codec.codec import NONE, Codec, check_summable, slices_for, sum_encoded
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.legs import exchange_encoded
 
@@ -30,9 +30,9 @@ def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dt
             return sum_encoded(received, lengths[group.rank], codec, x.dtype).to(dtype)
 
 
-def reduce_scatter_slices(num_elems: int, world_size: int, codec: Codec = NONE) -> list[int]:
+def reduce_scatter_slices(num_elems: int, world_size: int, *codecs: Codec) -> list[int]:
     """Elements of each rank's slice: ceil(n / W) rounded up to whole groups; the last ones may be short or empty."""
-    return slice_lengths(num_elems, world_size, codec.group_elems)
+    return slices_for(num_elems, world_size, *codecs)
 
 
 def reduce_scatter_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int, codec: Codec = NONE) -> int:

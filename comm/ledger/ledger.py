@@ -4,7 +4,7 @@ It costs 0.5 us a collective. The thread that runs the collectives writes; a thr
 calls ``hide``; any thread may read, start or stop a recording. On CUDA times are those to enqueue.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -72,14 +72,11 @@ class Counters:
     """The totals of one ledger. One thread adds; any thread may read."""
 
     def __init__(self) -> None:
-        self._totals: dict[Kind, Totals] = {}
+        self._totals: defaultdict[Kind, Totals] = defaultdict(Totals)
 
     def of(self, kind: Kind) -> Totals:
         """The totals of ``kind``, to add to."""
-        totals = self._totals.get(kind)
-        if totals is None:
-            totals = self._totals[kind] = Totals()
-        return totals
+        return self._totals[kind]
 
     def counts(self) -> list[Count]:
         """Totals so far, in order of first use."""

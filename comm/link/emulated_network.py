@@ -107,7 +107,7 @@ class EmulatedNetwork:
     def measure(self, seconds: float = 1.0) -> float:
         """Payload bytes per second between two nodes while both send, of the slower direction."""
         first, second = self.nodes[:2]
-        ends = first.visit(_stream_socket), second.visit(_stream_socket)
+        ends = first.visit(socket.socket), second.visit(socket.socket)  # of TCP over IPv4
         return line_rate(*ends, first.address, seconds, self.link.bytes_per_s)
 
     def close(self) -> None:
@@ -195,10 +195,6 @@ def _run(*command: str) -> None:
         raise NoEmulatedNetworkError(f"`{' '.join(command)}` did not end in {_COMMAND_TIMEOUT_S:g} s") from error
     if done.returncode:
         raise NoEmulatedNetworkError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}")
-
-
-def _stream_socket() -> socket.socket:
-    return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
 
 
 @contextlib.contextmanager

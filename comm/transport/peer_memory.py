@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.reductions import reduce_tensor
 
-from tightwire.comm.codec.codec import Carried, Codec, slice_lengths
+from tightwire.comm.codec.codec import Carried, Codec, slices_for
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.protocols import KernelSums
 from tightwire.comm.transport.store_notes import FactExchange
@@ -58,8 +58,7 @@ class PeerAllReduce:
     def flash(self, x: Tensor, reduce_codec: Codec, gather_codec: Codec, carried: Carried = (None, None)) -> Tensor:
         self.check()
         buffers, fmt, out_fmt = self._buffers, reduce_codec.format, gather_codec.format
-        multiple = max(reduce_codec.group_elems, gather_codec.group_elems)  # both are powers of two
-        longest = slice_lengths(x.numel(), buffers.world_size, multiple)[0]
+        longest = slices_for(x.numel(), buffers.world_size, reduce_codec, gather_codec)[0]
         x_N = x.view(-1)
         out_N = torch.empty_like(x_N)
         step = max_part_elems(buffers, x.element_size(), fmt, out_fmt)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Carried, Codec, slice_lengths, split_carried, sum_and_encode
+from tightwire.comm.codec.codec import Carried, Codec, slices_for, split_carried, sum_and_encode
 from tightwire.comm.errors import CommError
 from tightwire.comm.ledger.recording import Series
 from tightwire.comm.protocols import FusedAllReduce, KernelSums, Moved, nothing_told
@@ -190,8 +190,7 @@ class SharedAllReduce:
     ) -> None:
         """Run two turns: the first carries encoded slices, the second encoded sums."""
         turns, dtype, coding, (reduce_codec, gather_codec) = self._turns, x_N.dtype, self._turns.ledger.coding, codecs
-        multiple = max(reduce_codec.group_elems, gather_codec.group_elems)  # both are powers of two
-        lengths = slice_lengths(x_N.numel(), turns.world_size, multiple)
+        lengths = slices_for(x_N.numel(), turns.world_size, *codecs)
         sizes = [reduce_codec.wire_bytes(length, dtype.itemsize) for length in lengths]
         buffer, start = turns.open_turn(), 0
         with coding:
