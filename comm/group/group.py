@@ -235,7 +235,7 @@ def within(timeout_s: float, make: Callable[[], _T], late: Callable[[], str]) ->
     def run() -> None:
         try:
             made.set_result(make())
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - raised where it is awaited
             made.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="connects").start()
