@@ -176,7 +176,7 @@ def open_process_group(
                     library = within(join_s, open_gloo, lambda: _gloo_is_late(rank, join_s))
                 if own is not None:
                     host = address.get("hostname") or _address_on(address["interface"], store)
-                    make = partial(SocketTransport, *connect_ranks(joining, host, own, join_s))
+                    make = partial(SocketTransport, *connect_ranks(joining, host, own, join_s), own.codes)
         except CommError as error:
             if numbered is None:
                 raise

@@ -41,6 +41,7 @@ class SocketOptions(NamedTuple):
     secret: bytes = b""
     port: int = 0
     most_unsent: int = 0  # bytes of a connection in the kernel, for which others on the wire wait; 0: as it chooses
+    codes: bool = False  # long messages are coded without loss (``wire_codec``); the same on all ranks
 
 
 class Peer(NamedTuple):
@@ -107,12 +108,16 @@ def connect_ranks(
     with listener, ExitStack() as opened:
         port, token = listener.getsockname()[1], secrets.token_hex(_NONCE_BYTES)
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        told = facts.share("sockets", f"{address} {port} {_machine()} {cores} {token}".encode())
+        told = facts.share("sockets", f"{address} {port} {_machine()} {cores} {token} {int(options.codes)}".encode())
         words = [fact.decode().split() for fact in told]
         peers = [
             Peer(host, int(port), machine, frozenset(map(int, cores.split(","))))
-            for host, port, machine, cores, _ in words
+            for host, port, machine, cores, *_ in words
         ]
+        if unlike := [rank for rank, own in enumerate(words) if own[5] != words[0][5]]:
+            raise CommError(
+                f"{name_ranks(unlike)} and rank 0 have different --sum-dtype; give all hosts the same", unlike
+            )
         key = hmac.digest(options.secret, words[0][4].encode(), "sha256")
         sockets = _Joining(facts.rank, peers, key, time.monotonic() + timeout_s).connect(opened, listener)
         for sock in sockets.values() if options.most_unsent else ():

@@ -4,8 +4,9 @@ A call sends and receives at the same time on non-blocking sockets, so two ranks
 wait for each other's buffers. A small message is one ``sendmsg`` and one ``recvmsg``. While a small one has not arrived, the
 rank polls its sockets for a short time; then, and for long messages or where ranks share cores, it sleeps in the kernel.
 
-A message follows a header of 16 bytes, which ``bytes_sent`` does not count: the number of the message between these two
-ranks, its collective, and its size. The receiver compares it with its own call.
+A message follows a header of 24 bytes, which ``bytes_sent`` does not count: the number of the message between these two
+ranks, its collective, its size, and its bytes on the wire, which are fewer if it is coded (``wire_codec``; ``bytes_sent`` counts its size).
+The receiver compares the first three with its own call.
 """
 
 import contextlib
@@ -18,12 +19,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from tightwire.comm.transport import wire_codec
 from tightwire.comm.transport.process_group import GlooTransport, TransferError
 from tightwire.comm.transport.socket_join import Peer
 
-_HEADER = struct.Struct("<IIQ")
+_HEADER = struct.Struct("<IIQQ")
 HEADER_BYTES = _HEADER.size
 FRAME_BYTES = 66  # the headers of a frame: Ethernet 14, IPv4 20, TCP 32 with time stamps
 
@@ -54,10 +57,15 @@ class SocketTransport(GlooTransport):
     """
 
     def __init__(
-        self, sockets: dict[int, socket.socket], peers: Sequence[Peer], *library: Any, **settings: Any
+        self, sockets: dict[int, socket.socket], peers: Sequence[Peer], codes: bool, *library: Any, **settings: Any
     ) -> None:
+        """``codes``: long messages to ranks of other hosts are coded, which takes compiled kernels."""
         super().__init__(*library, **settings)
-        self._connections = {peer: _Connection(peer, peers[peer].address, sock) for peer, sock in sockets.items()}
+        here = peers[self.rank].address
+        self._connections = {
+            peer: _Connection(peer, peers[peer].address, sock, codes and peers[peer].address != here)
+            for peer, sock in sockets.items()
+        }
         self._num_here = sum(peer.shares_cores(peers[self.rank]) for peer in peers)
         self._num_cores = len(os.sched_getaffinity(0))
         self._spin_s = _SPIN_S if self._num_here <= self._num_cores else 0.0
@@ -82,7 +90,8 @@ class SocketTransport(GlooTransport):
         call, connections = self.call_tag(), self._connections
         with self._in_use:
             self._open_group()
-            messages = [connections[peer].outgoing(call, buf) for peer, buf in sends if buf.numel()]
+            coded = dict[tuple[int, int], Tensor | None]()  # by place and size, of what goes to several ranks
+            messages = [connections[peer].outgoing(call, buf, coded) for peer, buf in sends if buf.numel()]
             messages += [connections[peer].incoming(call, buf) for peer, buf in receives if buf.numel()]
             self._move(messages)
         if self._group is None:  # closed by another thread meanwhile, which left the sockets to this one
@@ -91,7 +100,7 @@ class SocketTransport(GlooTransport):
     def _move(self, messages: list["_Message"]) -> None:
         began = moved_at = time.perf_counter()
         self._num_sleeps -= 1
-        spins = self._num_sleeps < 0 and all(message.left <= _SPIN_BYTES for message in messages)
+        spins = self._num_sleeps < 0 and all(message.payload_bytes < _SPIN_BYTES for message in messages)
         spin_s = self._spin_s if spins else 0.0
         while messages:
             num_moved = 0
@@ -130,8 +139,8 @@ class SocketTransport(GlooTransport):
 class _Connection:
     """The connection to one rank, and how many messages went each way."""
 
-    def __init__(self, peer: int, address: str, sock: socket.socket) -> None:
-        self.peer, self.address, self.sock = peer, address, sock
+    def __init__(self, peer: int, address: str, sock: socket.socket, codes: bool) -> None:
+        self.peer, self.address, self.sock, self._codes = peer, address, sock, codes
         self._num_sent = self._num_received = 0
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -140,15 +149,24 @@ class _Connection:
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             sock.setsockopt(socket.IPPROTO_TCP, option, max(1, DEAD_LINK_S // 6))
 
-    def outgoing(self, call: int, buf: Tensor) -> "_Message":
+    def outgoing(self, call: int, buf: Tensor, coded: dict[tuple[int, int], Tensor | None]) -> "_Message":
         self._num_sent += 1
-        header = _HEADER.pack(self._num_sent & _MAX_NUMBER, call, buf.numel())
-        return _Message(self, select.POLLOUT, memoryview(header), buf, header)
+        sent, at = buf, (buf.data_ptr(), buf.numel())
+        if self._is_coded(buf):
+            coded[at] = coded[at] if at in coded else wire_codec.encode(buf)
+            sent = buf if (short := coded[at]) is None else short
+        header = _HEADER.pack(self._num_sent & _MAX_NUMBER, call, buf.numel(), sent.numel())
+        return _Message(self, select.POLLOUT, memoryview(header), sent, header)
 
     def incoming(self, call: int, buf: Tensor) -> "_Message":
         self._num_received += 1
-        expected = _HEADER.pack(self._num_received & _MAX_NUMBER, call, buf.numel())
-        return _Message(self, select.POLLIN, memoryview(bytearray(HEADER_BYTES)), buf, expected)
+        expected = _HEADER.pack(self._num_received & _MAX_NUMBER, call, buf.numel(), buf.numel())
+        kind = _CodedMessage if self._is_coded(buf) else _Message
+        return kind(self, select.POLLIN, memoryview(bytearray(HEADER_BYTES)), buf, expected)
+
+    def _is_coded(self, buf: Tensor) -> bool:
+        """Whether both ends know that the message may be coded."""
+        return self._codes and buf.numel() >= wire_codec.LEAST_BYTES
 
     def check_alive(self) -> None:
         """Raise TransferError if nothing has arrived for ``DEAD_LINK_S``, not even an acknowledgement."""
@@ -158,7 +176,7 @@ class _Connection:
             raise self.lost(f"no acknowledgement for {silent_s:.0f} s")
 
     def mismatch(self, header: bytes, expected: bytes) -> TransferError:
-        (number, _, size), (own_number, _, own_size) = _HEADER.unpack(header), _HEADER.unpack(expected)
+        (number, _, size, _), (own_number, _, own_size, _) = _HEADER.unpack(header), _HEADER.unpack(expected)
         cause = f"rank {self.peer} sent message {number} of {size} bytes, expected was {own_number} of {own_size} bytes"
         return TransferError(f"{cause}, or another collective's", [self.peer], timed_out=True)
 
@@ -169,7 +187,7 @@ class _Connection:
 class _Message:
     """One message on its way: the parts of its header and payload that have not moved, and the ``select.poll`` event to wait for."""
 
-    __slots__ = ("_expected", "_header", "_payload_bytes", "connection", "event", "left", "parts")
+    __slots__ = ("_expected", "_header", "connection", "event", "left", "parts", "payload_bytes")
 
     def __init__(
         self, connection: _Connection, event: int, header: memoryview, buf: Tensor, expected_header: bytes
@@ -177,8 +195,8 @@ class _Message:
         self.connection, self.event = connection, event
         self._header, self._expected = header, expected_header
         self.parts = [header, buf.numpy().data]
-        self._payload_bytes = buf.numel()
-        self.left = HEADER_BYTES + self._payload_bytes
+        self.payload_bytes = buf.numel()
+        self.left = HEADER_BYTES + self.payload_bytes
 
     def move(self) -> int:
         """Send or receive as many bytes as the kernel takes or has now; return their number."""
@@ -195,9 +213,14 @@ class _Message:
         self.left -= num_bytes
         if self.left:
             self._drop(num_bytes)
-        if self.left <= self._payload_bytes and self._header != self._expected:
-            raise connection.mismatch(bytes(self._header), self._expected)
+        if self.left <= self.payload_bytes:
+            self._check()
         return num_bytes
+
+    def _check(self) -> None:
+        """Called with a whole header, more than once."""
+        if self._header != self._expected:
+            raise self.connection.mismatch(bytes(self._header), self._expected)
 
     def _drop(self, num_bytes: int) -> None:
         """Remove the first ``num_bytes`` from the parts."""
@@ -205,3 +228,31 @@ class _Message:
             num_bytes -= len(self.parts.pop(0))
         if num_bytes:
             self.parts[0] = self.parts[0][num_bytes:]
+
+
+class _CodedMessage(_Message):
+    """A message that may arrive coded. Its header, which says how many bytes follow, is received alone."""
+
+    __slots__ = ("_arriving", "_buf")
+
+    def __init__(
+        self, connection: _Connection, event: int, header: memoryview, buf: Tensor, expected_header: bytes
+    ) -> None:
+        super().__init__(connection, event, header, buf, expected_header)
+        self._buf, self._arriving = buf, None
+        self.parts, self.left = [header], HEADER_BYTES
+
+    def _check(self) -> None:
+        if self._arriving is None:
+            if self.left:
+                return
+            *own, num_bytes = _HEADER.unpack(self._header)
+            if own != list(_HEADER.unpack(self._expected)[:3]):
+                raise self.connection.mismatch(bytes(self._header), self._expected)
+            if not 0 < num_bytes <= self._buf.numel():
+                raise self.connection.lost(f"a coded message of {num_bytes} bytes, which were {self._buf.numel()}")
+            is_coded = num_bytes < self._buf.numel()
+            self._arriving = torch.empty(num_bytes, dtype=torch.uint8) if is_coded else self._buf
+            self.parts, self.left = [self._arriving.numpy().data], num_bytes
+        elif not self.left and self._arriving is not self._buf and not wire_codec.decode(self._arriving, self._buf):
+            raise self.connection.lost("a coded message arrived damaged")

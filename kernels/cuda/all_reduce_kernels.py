@@ -16,21 +16,11 @@ def _stays_rotated(fmt, out_fmt):
 # One kernel for every rank: otherwise rank 1, which Triton would specialize, compiles again while the others wait.
 @triton.jit(do_not_specialize=["rank", "max_polls"])
 def one_shot_kernel(
-    x,
-    out,
-    headers,
-    failure,
-    num_elems,
-    rank,
-    header_bytes,
-    send_bytes,
-    max_polls,
-    WORLD: tl.constexpr,
-    tiling: tl.constexpr,
+    x, out, headers, failure, num_elems, rank, send_at, send_bytes, max_polls, WORLD: tl.constexpr, tiling: tl.constexpr
 ):
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
-    send = header_bytes + (number & 1) * send_bytes
+    send = send_at + (number & 1) * send_bytes
     first = tl.program_id(0) * tiling.rows
     step = tl.num_programs(0) * tiling.rows
     num_rows = tl.cdiv(num_elems, tiling.elems)

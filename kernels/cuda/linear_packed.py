@@ -173,24 +173,16 @@ def _packed_product(
 
 @triton.jit
 def _unpack(
-    blocks,
-    halves,
-    numbers,
-    num_halves,
-    row_halves,
-    row_bytes,
-    PACKED: tl.constexpr,
-    FIELDS: tl.constexpr,
-    BY_PLANE: tl.constexpr,
+    blocks, halves, out, count, per_row, row_bytes, PACKED: tl.constexpr, FIELDS: tl.constexpr, BY_PLANE: tl.constexpr
 ):
-    """Unpack ``_HALVES`` times sixteen numbers that follow each other in the result."""
+    """Unpack ``_HALVES`` times sixteen numbers that follow each other in the result, of which there are ``count`` sixteens."""
     half_O1 = (tl.program_id(0).to(tl.int64) * _HALVES + tl.arange(0, _HALVES))[:, None]
-    kept_O1 = half_O1 < num_halves
-    start_O1 = (half_O1 % row_halves * _HALF).to(tl.int32)
-    row_O1, depth = half_O1 // row_halves * row_bytes, row_halves * _HALF
+    kept_O1 = half_O1 < count
+    start_O1 = (half_O1 % per_row * _HALF).to(tl.int32)
+    row_O1, depth = half_O1 // per_row * row_bytes, per_row * _HALF
     weight_OH = _numbers(blocks, halves, row_O1, start_O1, kept_O1, depth, PACKED, FIELDS, BY_PLANE)
     place_OH = half_O1 * _HALF + tl.arange(0, _HALF)[None, :]
-    tl.store(raw(numbers) + place_OH, narrowed(weight_OH, numbers.dtype.element_ty), mask=kept_O1)
+    tl.store(raw(out) + place_OH, narrowed(weight_OH, out.dtype.element_ty), mask=kept_O1)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.codec.codec_names import parse_format
 from tightwire.comm.link.link import parse_link
-from tightwire.comm.link.wire import NAMESPACES, LinkFacts, plan_link
+from tightwire.comm.link.wire import NAMESPACES, USER_SPACE, LinkFacts, plan_link
 from tightwire.comm.policy.rules import read_policy_file
 from tightwire.comm.transport.segment import why_unusable
 from tightwire.comm.transport.socket_join import read_secret
@@ -17,7 +17,7 @@ from tightwire.kernels.cpu.library import available
 from tightwire.model.checkpoint.config import LlamaConfig, check_context, check_ranks
 from tightwire.model.checkpoint.header import Sizes, check_name, read_sizes
 from tightwire.option import flag_of
-from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
+from tightwire.server.config.parallel import CODED_DTYPE, POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 
 
@@ -35,6 +35,14 @@ def decide_setting(config: ServeConfig, model: LlamaConfig, link: LinkFacts | No
     """Decide the device, dtype and transport of the ranks. ValueError: one of them is impossible here."""
     device, gpus = _choose_device(config.model.device, config.parallel, config.hosts.nnodes or 1)
     transport, reason = choose_transport(config.parallel, device, link, config.hosts.several)
+    if config.parallel.sum_dtype == CODED_DTYPE:
+        emulated = link is not None and link.emulation == USER_SPACE
+        over_wire = transport == "sockets" or config.hosts.several or link is not None  # also of stages alone
+        why = "" if available() else "takes compiled kernels, which this host lacks"
+        if emulated or transport == "process-group" or not over_wire:
+            why = f"codes messages over sockets and a real wire, and these ranks have none ({transport})"
+        if why:
+            raise ValueError(f"--sum-dtype {CODED_DTYPE} {why}; use --sum-dtype bfloat16")
     crossed = None if config.parallel.sums_inside else link
     dtype = choose_dtype(config.model, model, device)
     setting = Setting(
@@ -215,7 +223,7 @@ def choose_activations(asked: str, device: str, packed: object = True) -> str:
 def choose_sum_dtype(options: ParallelOptions, device: str, dtype: str) -> str:
     """The dtype of the messages of partial sums. ``auto``: float32 where memory carries them, ``dtype`` on wires and GPUs."""
     if options.sum_dtype != "auto":
-        return options.sum_dtype
+        return "bfloat16" if options.sum_dtype == CODED_DTYPE else options.sum_dtype
     one_host = options.sums_inside or (options.nodes == 1 and options.link is None)
     return "float32" if device == "cpu" and one_host else dtype
 

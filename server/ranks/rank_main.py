@@ -38,6 +38,7 @@ from tightwire.model.weights.formats import WeightFormats, split_model
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.config.limits import BLOCK_SIZE
+from tightwire.server.config.parallel import CODED_DTYPE
 from tightwire.server.engine.draft_runner import DraftRunner
 from tightwire.server.ipc.channels import Inboxes
 from tightwire.server.ipc.messages import Ready
@@ -177,7 +178,9 @@ class _Joining:
         plan = self.work.plan
         if not plan.is_pipeline if plan.device == "cuda" else plan.transport == "process-group":
             return None
-        return SocketOptions(read_secret(self.work.config.parallel.comm_secret_file), self.identity.socket_port)
+        parallel = self.work.config.parallel
+        secret, codes = read_secret(parallel.comm_secret_file), parallel.sum_dtype == CODED_DTYPE
+        return SocketOptions(secret, self.identity.socket_port, codes=codes)
 
     def _open(self, topology: Topology, name: str, timeout_s: float, ranks: range | None = None, **more: Any) -> Group:
         """``ranks``: those of the group, by whose numbers errors name them; None: all. Messages of stages pass the host's memory."""

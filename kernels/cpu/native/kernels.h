@@ -203,6 +203,11 @@ typedef struct {
 } tw_recode_args;
 TW_API void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t stop);
 
+// Encode groups of 64 numbers; `message` has room for 153 bytes a group. Returns the bytes it takes.
+TW_API int64_t tw_encode_exponents(address message, address numbers, int64_t num_groups);
+// Decode a message of at least 89 bytes a group. Returns 1, or 0 if its length does not fit its codes.
+TW_API int64_t tw_decode_exponents(address message, int64_t num_bytes, address numbers, int64_t num_groups);
+
 // --- lora.cpp: low-rank adapters -----------------------------------------------------------------------------------
 
 // The matrices in one slot: A (parts x rank, inputs) and B transposed (rank, outputs) of layer 0; those of layer l follow after

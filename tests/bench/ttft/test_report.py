@@ -69,7 +69,7 @@ def test_bytes_of_a_token_on_the_wire_are_messages_frames_and_a_plan() -> None:
     found.arms, found.turns = [BASE, RING], [turn, entry(CELLS[0], BASE, 0, 0.1)]
     token = row(found, RING)
     assert token["wire_token_bytes"] == 250_000
-    assert token["wire_token_formula"] == 61 * 3 * (1152 + 16) + 3 * (8 + 16) + 3 * 58 + 66 * 200
+    assert token["wire_token_formula"] == 61 * 3 * (1152 + 24) + 3 * (8 + 24) + 3 * 58 + 66 * 200
     found.comm = {"transport": "process-group"}
     assert row(found, RING)["wire_token_formula"] is None, "gloo has other headers"
 

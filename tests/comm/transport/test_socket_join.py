@@ -48,6 +48,19 @@ def test_every_pair_gets_a_connection(address: str) -> None:
         assert len({peer.machine for peer in peers}) == 1
 
 
+def test_ranks_of_which_one_codes_messages_are_refused() -> None:
+    store = HashStore()
+
+    def join(rank: int) -> None:
+        with pytest.raises(
+            CommError, match="rank 1 and rank 0 have different --sum-dtype; give all hosts the same"
+        ) as caught:
+            connect_ranks(_facts(store, rank), "127.0.0.1", SocketOptions(SECRET, codes=rank == 1), 10.0)
+        assert caught.value.ranks == (1,)
+
+    run_threads([partial(join, rank) for rank in range(2)])
+
+
 def test_another_secret_is_refused_on_both_sides() -> None:
     store, seen = HashStore(), dict[int, str]()
 
@@ -79,7 +92,7 @@ def test_strangers_are_dropped(hello: bytes, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_rank_that_does_not_connect_is_named() -> None:
     store = HashStore()
-    other = threading.Thread(target=_facts(store, 1).share, args=("sockets", b"10.9.8.7 1 there 0 token"))
+    other = threading.Thread(target=_facts(store, 1).share, args=("sockets", b"10.9.8.7 1 there 0 token 0"))
     other.start()
     with pytest.raises(
         CollectiveTimeoutError, match=r"rank 0 at 127.0.0.1 port \d+ .*rank 1 of 2 at 10.9.8.7"
@@ -93,7 +106,9 @@ def test_a_rank_that_cannot_be_reached_is_named_with_its_address() -> None:
     store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    other = threading.Thread(target=_facts(store, 0).share, args=("sockets", f"127.0.0.1 {port} here 0 token".encode()))
+    other = threading.Thread(
+        target=_facts(store, 0).share, args=("sockets", f"127.0.0.1 {port} here 0 token 0".encode())
+    )
     other.start()
     with pytest.raises(
         CommError, match=f"rank 1 cannot connect to rank 0 at 127.0.0.1 port {port}: Connection refused"

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from helpers.model.tiny_gguf import make_tiny_gguf
+from tiny import make_tiny
 
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import NAMESPACES, USER_SPACE, plan_link
@@ -20,6 +21,7 @@ from tightwire.server.plan.setting import (
     choose_plan_ahead,
     choose_sum_dtype,
     choose_transport,
+    decide_setting,
     refuse_early,
     refuse_wrong_model,
 )
@@ -81,6 +83,27 @@ def test_nodes_on_an_emulated_wire_use_sockets_unless_gloo_is_requested() -> Non
         assert choose_transport(options, "cpu", link) == (transport, "")
         assert choose_transport(replace(options, link=None), "cpu", several_hosts=True) == (transport, "")
     assert choose_transport(ParallelOptions(tp=2), "cuda", several_hosts=True) == ("process-group", "")
+
+
+def test_coded_sums_are_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_checkpoint(str(make_tiny(tmp_path / "m"))).config
+    for options in ({"tp": 2}, {"tp": 2, "transport": "process-group"}):
+        with pytest.raises(
+            ValueError, match="--sum-dtype coded-bfloat16 codes messages over sockets and a real wire, and"
+        ):
+            decide_setting(make_config({"device": "cpu", "sum_dtype": "coded-bfloat16", **options}), model)
+    between = {"tp": 2, "device": "cpu", "sum_dtype": "coded-bfloat16", "transport": "sockets"}
+    setting = decide_setting(make_config(between), model).setting
+    assert (setting.transport, setting.dtype) == ("sockets", "bfloat16")
+    config = make_config({"tp": 2, "device": "cpu", "sum_dtype": "coded-bfloat16", "link": "1gbit"})
+    link = plan_link(parse_link("1gbit"), USER_SPACE)
+    with pytest.raises(ValueError, match="a real wire, and these ranks have none"):
+        decide_setting(config, model, link)
+    real = decide_setting(config, model, msgspec.structs.replace(link, emulation=NAMESPACES)).setting
+    assert (real.transport, real.dtype) == ("sockets", "bfloat16")
+    monkeypatch.setattr("tightwire.server.plan.setting.available", lambda: False)
+    with pytest.raises(ValueError, match="takes compiled kernels, which this host lacks; use --sum-dtype bfloat16"):
+        decide_setting(make_config(between), model)
 
 
 def test_sockets_are_refused_between_gpus_and_a_bad_secret_early(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
     assert ptx.count("cp.async.cg") >= 12 and ptx.count("ld.global") <= 12
     if name in ("Q4_K", "Q6_K"):  # streamed layers
         _ptx(_packed_product, capability, types, {**constants, "BY_PLANE": False, "BIASED": True})
-    types = {"blocks": "*u8", "halves": "*fp16", "numbers": TYPES[dtype], "row_bytes": "i64"}
+    types = {"blocks": "*u8", "halves": "*fp16", "out": TYPES[dtype], "row_bytes": "i64"}
     ptx = _ptx(_unpack, capability, types, constants)
     if name in ("Q4_K", "Q6_K"):
         _ptx(_unpack, capability, types, {**constants, "BY_PLANE": False})
