@@ -33,6 +33,7 @@ def test_a_model_drafts_on_the_device(device: torch.device, tmp_path: Path) -> N
         assert local.engine.stats().counters.num_steps_ahead > 0
     with drafting_engine(models, "itself", text=False, **options) as (local, drafter, _):
         drafter.measure()
+        drafter._head_s_H[:] = 0.0  # or a machine under load drafts among a part of the ids
         assert _answers(local) == wanted
         counters = local.engine.stats().counters
     assert counters.num_accepted_draft_tokens > 0 == counters.num_steps_ahead
