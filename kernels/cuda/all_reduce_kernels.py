@@ -21,19 +21,10 @@ def one_shot_kernel(
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
     send = send_at + (number & 1) * send_bytes
-    first = tl.program_id(0) * tiling.rows
-    step = tl.num_programs(0) * tiling.rows
-    num_rows = tl.cdiv(num_elems, tiling.elems)
-    row = first  # no range(): the interpreter of Triton 3.6 fails on it with NumPy 2.4
-    while row < num_rows:
-        _share(x, headers, rank, send, row, num_elems, None, None, tiling)
-        row += step
+    _share(x, headers, rank, send, num_elems, None, None, tiling)
     late = wait_for_peers(headers, rank, max_polls, WORLD)
     valid = (late == 0) & (dead == 0)
-    row = first
-    while row < num_rows:
-        _add(x, out, headers, send, row, num_elems, valid, None, None, None, WORLD, tiling)
-        row += step
+    _add(x, out, headers, send, num_elems, valid, None, None, None, WORLD, tiling)
     end_call(headers, rank, number, dead, late, failure)
 
 
@@ -63,29 +54,19 @@ def two_shot_kernel(
     max_polls = tl.where(dead == 0, max_polls, 0)
     send = header_bytes + (number & 1) * send_bytes
     sums = header_bytes + 2 * send_bytes
-    first = tl.program_id(0) * tiling.rows
-    step = tl.num_programs(0) * tiling.rows
 
     for owner in range(WORLD):
         slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
         slot = send + owner * slot_bytes
         lost = None if carried is None else carried + slot_start
-        num_rows = tl.cdiv(slot_elems, tiling.elems)
-        row = first
-        while row < num_rows:
-            _share(x + slot_start, headers, rank, slot, row, slot_elems, lost, fmt, tiling)
-            row += step
+        _share(x + slot_start, headers, rank, slot, slot_elems, lost, fmt, tiling)
     late = wait_for_peers(headers, rank, max_polls, WORLD)
 
     slot_start, slot_elems = _slot(rank, num_elems, slice_elems, part_start, part_elems)
     slot = send + rank * slot_bytes
     own_sums = _at(headers, rank, sums)
     own_lost = None if sums_carried is None else sums_carried + slot_start
-    num_rows = tl.cdiv(slot_elems, tiling.elems)
-    row = first
-    while row < num_rows:
-        _add(x, own_sums, headers, slot, row, slot_elems, True, own_lost, fmt, out_fmt, WORLD, tiling)
-        row += step
+    _add(x, own_sums, headers, slot, slot_elems, True, own_lost, fmt, out_fmt, WORLD, tiling)
     # A process that missed the first barrier is the late one; the others may still be waiting there.
     late_again = wait_for_peers(headers, rank, tl.where(late == 0, max_polls, 0), WORLD)
     late = tl.where(late == 0, late_again, late)
@@ -93,24 +74,24 @@ def two_shot_kernel(
     valid = (late == 0) & (dead == 0)
     for owner in range(WORLD):
         slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
-        num_rows = tl.cdiv(slot_elems, tiling.elems)
-        row = first
-        while row < num_rows:
-            source = _at(headers, owner, sums)
-            _collect(source, out + slot_start, row, slot_elems, valid, out_fmt, tiling)
-            row += step
+        _collect(headers, owner, sums, out + slot_start, slot_elems, valid, out_fmt, tiling)
     end_call(headers, rank, number, dead, late, failure)
 
 
-# --- what a block does with some of its rows -----------------------------------------------------------------------------
+# --- what a block does with its rows ------------------------------------------------------------------------------------
+
+# Loops have no range(): the interpreter of Triton 3.6 fails on it with NumPy 2.4.
 
 
 @triton.jit
-def _share(x, headers, rank, at, row, num_elems, carried, fmt: tl.constexpr, tiling: tl.constexpr):
-    """Copy or encode one row of this process's numbers to its own buffer; ``carried`` as in ``encode_row``."""
-    row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
-    tiles = load_tiles(x, row_B * tiling.elems, num_elems, tiling)
-    _put(_at(headers, rank, at), x, row_B, num_elems, tiles, carried, fmt, False, tiling)
+def _share(x, headers, rank, at, num_elems, carried, fmt: tl.constexpr, tiling: tl.constexpr):
+    """Copy or encode this process's numbers to its own buffer; ``carried`` as in ``encode_row``."""
+    row = tl.program_id(0) * tiling.rows
+    while row < tl.cdiv(num_elems, tiling.elems):
+        row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
+        tiles = load_tiles(x, row_B * tiling.elems, num_elems, tiling)
+        _put(_at(headers, rank, at), x, row_B, num_elems, tiles, carried, fmt, False, tiling)
+        row += tl.num_programs(0) * tiling.rows
 
 
 @triton.jit
@@ -119,7 +100,6 @@ def _add(
     target,
     headers,
     at,
-    row,
     num_elems,
     valid,
     carried,
@@ -129,21 +109,27 @@ def _add(
     tiling: tl.constexpr,
 ):
     """Sum the numbers at offset ``at`` of all processes' buffers to ``target``; NaN unless ``valid``."""
-    row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
     rotated: tl.constexpr = _stays_rotated(fmt, out_fmt)
-    total = _take(_at(headers, 0, at), like, row_B, num_elems, fmt, rotated, tiling)
-    for process in tl.static_range(1, WORLD):
-        part = _take(_at(headers, process, at), like, row_B, num_elems, fmt, rotated, tiling)
-        total = add_tiles(total, part)
-    _put(target, like, row_B, num_elems, _only_if(valid, total), carried, out_fmt, rotated, tiling)
+    row = tl.program_id(0) * tiling.rows
+    while row < tl.cdiv(num_elems, tiling.elems):
+        row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
+        total = _take(_at(headers, 0, at), like, row_B, num_elems, fmt, rotated, tiling)
+        for process in tl.static_range(1, WORLD):
+            part = _take(_at(headers, process, at), like, row_B, num_elems, fmt, rotated, tiling)
+            total = add_tiles(total, part)
+        _put(target, like, row_B, num_elems, _only_if(valid, total), carried, out_fmt, rotated, tiling)
+        row += tl.num_programs(0) * tiling.rows
 
 
 @triton.jit
-def _collect(source, out, row, num_elems, valid, fmt: tl.constexpr, tiling: tl.constexpr):
+def _collect(headers, owner, at, out, num_elems, valid, fmt: tl.constexpr, tiling: tl.constexpr):
     """Copy or decode one owner's sums to the result; NaN unless ``valid``."""
-    row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
-    tiles = _take(source, out, row_B, num_elems, fmt, False, tiling)
-    store_tiles(out, row_B * tiling.elems, num_elems, _only_if(valid, tiles), tiling)
+    row = tl.program_id(0) * tiling.rows
+    while row < tl.cdiv(num_elems, tiling.elems):
+        row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
+        tiles = _take(_at(headers, owner, at), out, row_B, num_elems, fmt, False, tiling)
+        store_tiles(out, row_B * tiling.elems, num_elems, _only_if(valid, tiles), tiling)
+        row += tl.num_programs(0) * tiling.rows
 
 
 @triton.jit
