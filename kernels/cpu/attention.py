@@ -26,7 +26,7 @@ def paged_attention_cpu(
     if not scale > 0 or window < 0 or not cap >= 0:
         raise ValueError(f"attention needs a positive scale, window and cap (or 0), got {scale}, {window} and {cap}")
     indices, (_, context_lens_B, block_table_BM, _) = sequences[:3], sequences
-    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, *indices, groups, key_bias)
+    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form)
     num_tokens, num_heads, head_dim = q_THE.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     tile_tokens = max(1, ROWS // groups.heads_per_kv_head)

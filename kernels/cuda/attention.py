@@ -28,10 +28,19 @@ def paged_attention(
     Invalid lengths and blocks are not detected. A decode row with a context length of 0 is padding and becomes zeros.
     Raises ValueError if shapes, dtypes or strides do not match, or heads are too large for the kernels.
     """
-    groups = form.groups_of(q_THE, k_cache_NKPE)
-    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, *sequences[:3], groups, form.key_bias)
-    num_tokens, num_decode_rows = len(q_THE), sequences.num_decode_rows
-    _check(q_THE, form.scale, num_decode_rows, groups.heads_per_kv_head)
+    check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form)
+    (num_tokens, _, head_dim), num_decode_rows = q_THE.shape, sequences.num_decode_rows
+    per_kv_head = form.groups_of(q_THE, k_cache_NKPE).heads_per_kv_head
+    if head_dim > _MAX_HEAD_DIM or per_kv_head > _MAX_HEADS_PER_KV_HEAD:
+        raise ValueError(
+            f"attention on a GPU supports heads of at most {_MAX_HEAD_DIM} numbers and {_MAX_HEADS_PER_KV_HEAD} query heads "
+            f"per KV head, got {head_dim} and {per_kv_head}"
+        )
+    if not form.scale > 0 or not 0 <= num_decode_rows <= num_tokens:
+        raise ValueError(
+            f"attention on a GPU needs a scale above 0 and 0 to {num_tokens} decode rows; "
+            f"got {form.scale} and {num_decode_rows}"
+        )
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
     arguments = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form, out_THE
     if num_decode_rows:
@@ -39,17 +48,3 @@ def paged_attention(
     if num_decode_rows < num_tokens:
         attend_prefill_rows(*arguments)
     return out_THE
-
-
-def _check(q_THE: Tensor, scale: float, num_decode_rows: int, per_kv_head: int) -> None:
-    num_tokens, _, head_dim = q_THE.shape
-    if head_dim > _MAX_HEAD_DIM or per_kv_head > _MAX_HEADS_PER_KV_HEAD:
-        raise ValueError(
-            f"attention on a GPU supports heads of at most {_MAX_HEAD_DIM} numbers and {_MAX_HEADS_PER_KV_HEAD} query heads "
-            f"per KV head, got {head_dim} and {per_kv_head}"
-        )
-    if not scale > 0 or not 0 <= num_decode_rows <= num_tokens:
-        raise ValueError(
-            f"attention on a GPU needs a scale above 0 and 0 to {num_tokens} decode rows; "
-            f"got {scale} and {num_decode_rows}"
-        )

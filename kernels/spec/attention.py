@@ -65,20 +65,14 @@ class AttentionForm(NamedTuple):
 
 
 def check_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    start: Tensor,
-    lens: Tensor,
-    table: Tensor,
-    groups: HeadGroups,
-    key_bias: KeyBias | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, sequences: PackedSequences, form: AttentionForm
 ) -> None:
     """Raise ValueError unless shapes, dtypes, strides and devices are those that the kernels need."""
-    shape, strides = k_cache.shape, k_cache.stride()
+    start, lens, table, _ = sequences
+    shape, strides, key_bias = k_cache.shape, k_cache.stride(), form.key_bias
     _, num_kv_heads, tokens_per_block, width = shape
     head_dim = q.shape[2]
-    per_kv_head, skipped = groups
+    per_kv_head, skipped = form.groups_of(q, k_cache)
     in_groups = 0 <= skipped < per_kv_head and -(-(skipped + q.shape[1]) // per_kv_head) == num_kv_heads
     if not in_groups or cache_width(head_dim, k_cache.dtype) != width or v_cache.shape != shape:
         raise ValueError(
