@@ -15,8 +15,10 @@ constexpr bool PAIRS = true;  // bfloat16 is multiplied in pairs: AVX512-BF16
 constexpr bool PAIRS = false;
 #endif
 
+// `load_reg` reads the numbers of a register, `load` sixteen.
 struct Float32 {
     static constexpr int64_t size = 4, kind = FLOAT32;
+    INLINE FloatReg load_reg(const char *source) { return ::load_reg(source); }
     INLINE F32 load(const char *source) { return ::load(source); }
     INLINE void store(char *target, F32 value) { ::store(target, value); }
     INLINE F32 rounded(F32 value) { return value; }
@@ -62,21 +64,21 @@ INLINE void store_low_halves(char *target, I32 value) {
     for (int i = 0; i < REGS; i++) vst1_u16((uint16_t *)target + REG_LANES * i, vmovn_u32((uint32x4_t)value.reg[i]));
 #endif
 }
-// Sixteen 16-bit numbers, each in the low half of a lane.
-INLINE I32 load_low_halves(const char *source) {
-    I32 out;
+// 16-bit numbers, each in the low half of a lane.
+INLINE IntReg load_low_halves_reg(const char *source) {
 #if defined(__AVX512F__)
-    out.reg[0] = (IntReg)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)source));
+    return (IntReg)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)source));
 #elif defined(__AVX2__)
-    for (int i = 0; i < REGS; i++) out.reg[i] = (IntReg)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)source + i));
+    return (IntReg)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)source));
 #else
-    for (int i = 0; i < REGS; i++) out.reg[i] = (IntReg)vmovl_u16(vld1_u16((const uint16_t *)source + REG_LANES * i));
+    return (IntReg)vmovl_u16(vld1_u16((const uint16_t *)source));
 #endif
-    return out;
 }
+EACH(I32, load_low_halves, (const char *source), load_low_halves_reg(source + 2 * REG_LANES * i))
 
 struct BFloat16 {
     static constexpr int64_t size = 2, kind = BFLOAT16;
+    INLINE FloatReg load_reg(const char *source) { return (FloatReg)(load_low_halves_reg(source) << 16); }
     INLINE F32 load(const char *source) { return floats_of(shift_left(load_low_halves(source), 16)); }
     INLINE void store(char *target, F32 value) { store_low_halves(target, bf16_bits(value)); }
     // One instruction where the CPU has it; numbers below the least normal one (1e-38) may become zero there.
@@ -101,17 +103,16 @@ struct BFloat16 {
 
 struct Float16 {
     static constexpr int64_t size = 2, kind = FLOAT16;
-    INLINE F32 load(const char *source) {
-        F32 out;
+    INLINE FloatReg load_reg(const char *source) {
 #if defined(__AVX512F__)
-        out.reg[0] = (FloatReg)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)source));
+        return (FloatReg)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)source));
 #elif defined(__AVX2__)
-        for (int i = 0; i < REGS; i++) out.reg[i] = (FloatReg)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)source + i));
+        return (FloatReg)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)source));
 #else
-        for (int i = 0; i < REGS; i++) out.reg[i] = (FloatReg)vcvt_f32_f16(vld1_f16((const float16_t *)source + REG_LANES * i));
+        return (FloatReg)vcvt_f32_f16(vld1_f16((const float16_t *)source));
 #endif
-        return out;
     }
+    EACH(F32, load, (const char *source), load_reg(source + size * REG_LANES * i))
     INLINE void store(char *target, F32 value) {
 #if defined(__AVX512F__)
         _mm256_storeu_si256((__m256i *)target, _mm512_cvtps_ph((__m512)value.reg[0], _MM_FROUND_TO_NEAREST_INT));

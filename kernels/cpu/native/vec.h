@@ -57,6 +57,11 @@ struct I32 {
 
 // --- memory ---------------------------------------------------------------------------------------------------------
 
+INLINE FloatReg load_reg(const void *source) {
+    FloatReg out;
+    memcpy(&out, source, sizeof out);
+    return out;
+}
 // Register by register: compilers keep a vector that is copied whole in memory.
 INLINE F32 load(const void *source) {
     F32 out;

@@ -139,12 +139,12 @@ __attribute__((noinline)) void multiply_packed(char *c, const char *x, const cha
                 if constexpr (PAIR) {
 #if defined(__AVX512BF16__)
                     const FloatReg weights = (FloatReg)group_pairs(run, scales, first, group);
-                    sums[column][0] = PairDot::step(PairDot::load_a(inputs), weights, sums[column][0]);
+                    sums[column][0] = PairDot::step(load_reg(inputs), weights, sums[column][0]);
 #endif
                 } else {
                     with_group(run, scales, first, group, [&](int at, FloatReg weights) {
                         FloatReg &sum = sums[column][at / REG_LANES % REGS];
-                        sum = fma_reg(SingleDot<Float32>::load_a(inputs + 4 * at), weights, sum);
+                        sum = fma_reg(load_reg(inputs + 4 * at), weights, sum);
                     });
                 }
             });

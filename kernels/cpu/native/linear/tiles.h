@@ -9,26 +9,7 @@ namespace {
 template <class Number>
 struct SingleDot {
     static constexpr int64_t width = LANES, a_bytes = 4, b_bytes = Number::size;
-    static FloatReg load_a(const char *source) {
-        FloatReg value;
-        memcpy(&value, source, sizeof value);
-        return value;
-    }
-    static FloatReg load_b(const char *source) {
-        if constexpr (Number::kind == FLOAT32) return load_a(source);
-#if defined(__AVX512F__)
-        __m256i half = _mm256_loadu_si256((const __m256i *)source);
-        if constexpr (Number::kind == FLOAT16) return (FloatReg)_mm512_cvtph_ps(half);
-        return (FloatReg)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-#elif defined(__AVX2__)
-        __m128i half = _mm_loadu_si128((const __m128i *)source);
-        if constexpr (Number::kind == FLOAT16) return (FloatReg)_mm256_cvtph_ps(half);
-        return (FloatReg)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
-#else
-        if constexpr (Number::kind == FLOAT16) return (FloatReg)vcvt_f32_f16(vld1_f16((const float16_t *)source));
-        return (FloatReg)vshll_n_u16(vld1_u16((const uint16_t *)source), 16);
-#endif
-    }
+    static FloatReg load_b(const char *source) { return Number::load_reg(source); }
     static FloatReg step(FloatReg a, FloatReg b, FloatReg sum) { return fma_reg(a, b, sum); }
 };
 
@@ -36,8 +17,7 @@ struct SingleDot {
 // bfloat16 inputs and weights: two numbers a lane.
 struct PairDot {
     static constexpr int64_t width = 2 * LANES, a_bytes = 2, b_bytes = 2;
-    static FloatReg load_a(const char *source) { return SingleDot<Float32>::load_a(source); }
-    static FloatReg load_b(const char *source) { return SingleDot<Float32>::load_a(source); }
+    static FloatReg load_b(const char *source) { return load_reg(source); }
     static FloatReg step(FloatReg a, FloatReg b, FloatReg sum) {
         return (FloatReg)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
     }
@@ -95,7 +75,7 @@ __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const ch
     constexpr int64_t reg_bytes = sizeof(FloatReg);  // registers are copied one by one: see `load` in vec.h
     FloatReg sums[ROWS * COLS][REGS];
     UNROLL for (int i = 0; i < ROWS * COLS * REGS; i++)
-        sums[i / REGS][i % REGS] = kept.before ? SingleDot<Float32>::load_a(kept.before + reg_bytes * i) : FloatReg{};
+        sums[i / REGS][i % REGS] = kept.before ? load_reg(kept.before + reg_bytes * i) : FloatReg{};
     constexpr int64_t part = Dot::width / REGS;  // inputs of a register
     constexpr int lines = COLS * Dot::width * Dot::b_bytes / LINE_BYTES;
     const char *ahead = b + b_stride * (AHEAD * COLS);
@@ -106,7 +86,7 @@ __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const ch
         UNROLL for (int reg = 0; reg < REGS; reg++) {
             FloatReg inputs[ROWS];
             UNROLL for (int row = 0; row < ROWS; row++)
-                inputs[row] = Dot::load_a(a + a_stride * row + Dot::a_bytes * (at + part * reg));
+                inputs[row] = load_reg(a + a_stride * row + Dot::a_bytes * (at + part * reg));
             UNROLL for (int column = 0; column < COLS; column++) {
                 FloatReg weights = Dot::load_b(b + b_stride * column + Dot::b_bytes * (at + part * reg));
                 UNROLL for (int row = 0; row < ROWS; row++) {
@@ -126,7 +106,7 @@ __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const ch
             for (int row = 0; row < ROWS; row++) UNROLL
                 for (int column = 0; column < COLS; column++) {
                     FloatReg &sum = sums[row * COLS + column][reg];
-                    sum = Dot::step(Dot::load_a(a_rest[row] + Dot::a_bytes * part * reg),
+                    sum = Dot::step(load_reg(a_rest[row] + Dot::a_bytes * part * reg),
                                     Dot::load_b(b_rest[column] + Dot::b_bytes * part * reg), sum);
                 }
     }
