@@ -48,20 +48,19 @@ template <class Number, class Out, int ROWS, int VECTORS>
 void add_tile(char *out, int64_t out_stride, const float *shrunk, int64_t width, const char *b, int64_t b_stride, int64_t rank,
               int64_t count) {
     F32 sums[ROWS][VECTORS];
-    UNROLL for (int row = 0; row < ROWS; row++) UNROLL
-        for (int i = 0; i < VECTORS; i++) sums[row][i] = splat(0.0f);
+    UNROLL_FOR (int row = 0; row < ROWS; row++)
+        UNROLL_FOR (int i = 0; i < VECTORS; i++) sums[row][i] = splat(0.0f);
     for (int64_t j = 0; j < rank; j++, b += b_stride) {
         F32 weights[VECTORS];
-        UNROLL for (int i = 0; i < VECTORS; i++)
+        UNROLL_FOR (int i = 0; i < VECTORS; i++)
             weights[i] = VECTORS > 1 ? Number::load(b + Number::size * LANES * i) : load_numbers<Number>(b, count);
-        UNROLL for (int row = 0; row < ROWS; row++) {
+        UNROLL_FOR (int row = 0; row < ROWS; row++) {
             const F32 value = splat(shrunk[row * width + j]);
-            UNROLL for (int i = 0; i < VECTORS; i++)
-                sums[row][i] = fma(value, weights[i], sums[row][i]);
+            UNROLL_FOR (int i = 0; i < VECTORS; i++) sums[row][i] = fma(value, weights[i], sums[row][i]);
         }
     }
-    UNROLL for (int row = 0; row < ROWS; row++) UNROLL
-        for (int i = 0; i < VECTORS; i++) {
+    UNROLL_FOR (int row = 0; row < ROWS; row++)
+        UNROLL_FOR (int i = 0; i < VECTORS; i++) {
             char *target = out + out_stride * row + Out::size * LANES * i;
             if (VECTORS > 1)
                 Out::store(target, Out::load(target) + sums[row][i]);

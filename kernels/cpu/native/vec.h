@@ -16,6 +16,7 @@
 
 // Before a loop of a few steps: compilers keep arrays in registers only if it is unrolled early.
 #define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL_FOR(...) UNROLL for (__VA_ARGS__)
 #define INLINE static inline __attribute__((always_inline))
 
 constexpr int LANES = 16;
@@ -271,17 +272,16 @@ INLINE FloatReg pick(FloatReg a, FloatReg b) {
 
 // Sixteen floats of each of sixteen rows become sixteen rows of sixteen.
 INLINE void transpose(const float *rows, int64_t row_stride, float *target, int64_t target_stride) {
-    UNROLL for (int column = 0; column < LANES; column += 4) {
-        UNROLL for (int i = 0; i < REGS; i++) {
+    UNROLL_FOR (int column = 0; column < LANES; column += 4) {
+        UNROLL_FOR (int i = 0; i < REGS; i++) {
             FloatReg fours[4];
             const float *first = rows + REG_LANES * i * row_stride + column;
-            UNROLL for (int row = 0; row < 4; row++)
-                fours[row] = load_fours(first + row * row_stride, row_stride);
+            UNROLL_FOR (int row = 0; row < 4; row++) fours[row] = load_fours(first + row * row_stride, row_stride);
             FloatReg low_01 = pick<0, 4, 1, 5>(fours[0], fours[1]), low_23 = pick<0, 4, 1, 5>(fours[2], fours[3]);
             FloatReg high_01 = pick<2, 6, 3, 7>(fours[0], fours[1]), high_23 = pick<2, 6, 3, 7>(fours[2], fours[3]);
             FloatReg columns[] = {pick<0, 1, 4, 5>(low_01, low_23), pick<2, 3, 6, 7>(low_01, low_23),
                                   pick<0, 1, 4, 5>(high_01, high_23), pick<2, 3, 6, 7>(high_01, high_23)};
-            UNROLL for (int k = 0; k < 4; k++)
+            UNROLL_FOR (int k = 0; k < 4; k++)
                 memcpy(target + (column + k) * target_stride + REG_LANES * i, &columns[k], sizeof columns[k]);
         }
     }
@@ -300,11 +300,10 @@ INLINE void powers_of_two(const F32 (&shifted)[VECTORS], const F32 (&fraction)[V
                            0.009618129107628477f,
                            0.0013333558146428443f,
                            0.00015403530393381608f};
-    UNROLL for (int i = 0; i < VECTORS; i++)
-        power[i] = splat(terms[6]);
-    UNROLL for (int k = 5; k >= 0; k--) UNROLL
-        for (int i = 0; i < VECTORS; i++) power[i] = fma(power[i], fraction[i], splat(terms[k]));
-    UNROLL for (int i = 0; i < VECTORS; i++)
+    UNROLL_FOR (int i = 0; i < VECTORS; i++) power[i] = splat(terms[6]);
+    UNROLL_FOR (int k = 5; k >= 0; k--)
+        UNROLL_FOR (int i = 0; i < VECTORS; i++) power[i] = fma(power[i], fraction[i], splat(terms[k]));
+    UNROLL_FOR (int i = 0; i < VECTORS; i++)
         power[i] = power[i] * floats_of(shift_left(bits_of(shifted[i]), 23) + splat_int(127 << 23));
 }
 constexpr float ROUND_TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
@@ -314,27 +313,26 @@ template <int VECTORS>
 INLINE void exp2(F32 (&x)[VECTORS]) {
     F32 shifted[VECTORS], fraction[VECTORS], power[VECTORS];
     I32 tiny[VECTORS];
-    UNROLL for (int i = 0; i < VECTORS; i++) {
+    UNROLL_FOR (int i = 0; i < VECTORS; i++) {
         tiny[i] = x[i] < splat(-126.0f);  // what the steps below make of such numbers is not used
         shifted[i] = x[i] + splat(ROUND_TO_INTEGER);
         fraction[i] = x[i] - (shifted[i] - splat(ROUND_TO_INTEGER));
     }
     powers_of_two(shifted, fraction, power);
-    UNROLL for (int i = 0; i < VECTORS; i++)
-        x[i] = select(tiny[i], splat(0.0f), power[i]);
+    UNROLL_FOR (int i = 0; i < VECTORS; i++) x[i] = select(tiny[i], splat(0.0f), power[i]);
 }
 // e^x within two units in the last place; 0 below -87, infinity above 88.4, NaN at NaN.
 template <int VECTORS>
 INLINE void exp(F32 (&x)[VECTORS]) {
     const F32 log2_e = splat(1.4426950408889634f), log2_e_low = splat(1.925963033500231e-08f);
     F32 shifted[VECTORS], fraction[VECTORS], power[VECTORS];
-    UNROLL for (int i = 0; i < VECTORS; i++) {
+    UNROLL_FOR (int i = 0; i < VECTORS; i++) {
         shifted[i] = fma(x[i], log2_e, splat(ROUND_TO_INTEGER));
         const F32 whole = shifted[i] - splat(ROUND_TO_INTEGER);
         fraction[i] = fma(x[i], log2_e_low, fma(x[i], log2_e, -whole));
     }
     powers_of_two(shifted, fraction, power);
-    UNROLL for (int i = 0; i < VECTORS; i++) {
+    UNROLL_FOR (int i = 0; i < VECTORS; i++) {
         power[i] = select(x[i] < splat(-87.0f), splat(0.0f), power[i]);
         x[i] = select(splat(88.4f) < x[i], splat(__builtin_inff()), power[i]);
     }

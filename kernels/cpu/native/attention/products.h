@@ -29,22 +29,20 @@ void multiply_tile(const Product &product, int64_t first_row, int64_t first_colu
     float *c = product.c + first_row * product.c_stride + first_column;
     const float *a = product.a + first_row * product.a_stride, *b = product.b + first_column;
     F32 sums[ROWS][VECTORS];
-    UNROLL for (int row = 0; row < ROWS; row++) UNROLL
-        for (int i = 0; i < VECTORS; i++)
+    UNROLL_FOR (int row = 0; row < ROWS; row++)
+        UNROLL_FOR (int i = 0; i < VECTORS; i++)
             sums[row][i] = ACCUMULATE ? load(c + row * product.c_stride + LANES * i) * splat(product.factors[first_row + row])
                                       : splat(0.0f);
     for (int64_t k = 0; k < product.depth; k++, a++, b += product.b_stride) {
         F32 factors[VECTORS];
-        UNROLL for (int i = 0; i < VECTORS; i++)
-            factors[i] = load(b + LANES * i);
-        UNROLL for (int row = 0; row < ROWS; row++) {
+        UNROLL_FOR (int i = 0; i < VECTORS; i++) factors[i] = load(b + LANES * i);
+        UNROLL_FOR (int row = 0; row < ROWS; row++) {
             F32 factor = splat(a[row * product.a_stride]);
-            UNROLL for (int i = 0; i < VECTORS; i++)
-                sums[row][i] = add_product<IN_PAIRS>(factor, factors[i], sums[row][i]);
+            UNROLL_FOR (int i = 0; i < VECTORS; i++) sums[row][i] = add_product<IN_PAIRS>(factor, factors[i], sums[row][i]);
         }
     }
-    UNROLL for (int row = 0; row < ROWS; row++) UNROLL
-        for (int i = 0; i < VECTORS; i++) store(c + row * product.c_stride + LANES * i, sums[row][i]);
+    UNROLL_FOR (int row = 0; row < ROWS; row++)
+        UNROLL_FOR (int i = 0; i < VECTORS; i++) store(c + row * product.c_stride + LANES * i, sums[row][i]);
 }
 
 template <int ROWS, int VECTORS, int COLUMNS, bool ACCUMULATE, bool IN_PAIRS>

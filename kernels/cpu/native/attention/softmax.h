@@ -13,7 +13,7 @@ struct Chunk {
 
 // Scores of a row, times `factor`, become cap * tanh(score / cap).
 INLINE void cap_scores(float *scores, float factor, float cap) {
-    UNROLL for (int i = 0; i < KEYS / LANES; i++) {
+    UNROLL_FOR (int i = 0; i < KEYS / LANES; i++) {
         F32 e[] = {load(scores + LANES * i) * splat(2.0f * factor / cap)};
         exp(e);
         store(scores + LANES * i, splat(cap) - splat(2.0f * cap) / (e[0] + splat(1.0f)));
@@ -26,7 +26,7 @@ constexpr float LOWEST = -1e30f;  // the largest score of a row that sees none: 
 INLINE float mask_scores(float *scores, int64_t first, int64_t visible) {
     for (int64_t key = 0; key < first && key < KEYS; key++) scores[key] = MINUS_INFINITY;
     F32 high[KEYS / LANES];
-    UNROLL for (int i = 0; i < KEYS / LANES; i++) {
+    UNROLL_FOR (int i = 0; i < KEYS / LANES; i++) {
         high[i] = load(scores + LANES * i);
         if (visible < KEYS) {
             high[i] = keep_first(high[i], visible - LANES * i, MINUS_INFINITY);
@@ -59,13 +59,13 @@ template <bool IN_PAIRS>
 INLINE void soften(float *scores, float *lane_sums, float maximum, float shrink, float scale) {
     constexpr int VECTORS = KEYS / LANES;
     F32 p[VECTORS];
-    UNROLL for (int i = 0; i < VECTORS; i++) {
+    UNROLL_FOR (int i = 0; i < VECTORS; i++) {
         p[i] = load(scores + LANES * i);
         if (IN_PAIRS) p[i] = p[i] * splat(scale);
         p[i] = p[i] - splat(maximum);
     }
     exp2(p);
-    UNROLL for (int i = 0; i < VECTORS; i++) {
+    UNROLL_FOR (int i = 0; i < VECTORS; i++) {
         if (IN_PAIRS)
             BFloat16::store_rounded((char *)scores + 2 * LANES * i, p[i]);
         else

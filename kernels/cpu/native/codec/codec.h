@@ -57,11 +57,10 @@ INLINE F32 butterfly(F32 value) {
 template <int COUNT>
 INLINE void rotate(F32 (&x)[COUNT]) {
     constexpr int rounds = COUNT == 8 ? 3 : COUNT == 4 ? 2 : 1;
-    UNROLL for (int i = 0; i < COUNT; i++)
-        x[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(x[i]))));
-    UNROLL for (int round = 0; round < rounds; round++) {
+    UNROLL_FOR (int i = 0; i < COUNT; i++) x[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(x[i]))));
+    UNROLL_FOR (int round = 0; round < rounds; round++) {
         const int apart = 1 << round;
-        UNROLL for (int i = 0; i < COUNT; i++) {
+        UNROLL_FOR (int i = 0; i < COUNT; i++) {
             if (i & apart) continue;
             F32 a = x[i], b = x[i + apart];
             x[i] = a + b, x[i + apart] = a - b;

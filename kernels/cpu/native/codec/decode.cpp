@@ -47,20 +47,16 @@ INLINE void decode_group(const Message &message, int64_t group, bool turns_back,
     const CodedGroup<Shape> coded(message, group);
     if (turns_back && message.format.symmetric) {
         // Sums of levels are whole numbers, so that scaling afterwards changes nothing.
-        UNROLL for (int i = 0; i < COUNT; i++)
-            x[i] = coded.level_of(coded.codes(LANES * i));
+        UNROLL_FOR (int i = 0; i < COUNT; i++) x[i] = coded.level_of(coded.codes(LANES * i));
         rotate(x);
         const F32 scale = splat(from_bf16(coded.scale_bits) * (1.0f / Shape::size));
-        UNROLL for (int i = 0; i < COUNT; i++)
-            x[i] = x[i] * scale;
+        UNROLL_FOR (int i = 0; i < COUNT; i++) x[i] = x[i] * scale;
         return;
     }
-    UNROLL for (int i = 0; i < COUNT; i++)
-        x[i] = coded.numbers(LANES * i);
+    UNROLL_FOR (int i = 0; i < COUNT; i++) x[i] = coded.numbers(LANES * i);
     if (!turns_back) return;
     rotate(x);
-    UNROLL for (int i = 0; i < COUNT; i++)
-        x[i] = x[i] * splat(1.0f / Shape::size);
+    UNROLL_FOR (int i = 0; i < COUNT; i++) x[i] = x[i] * splat(1.0f / Shape::size);
 }
 
 // A whole group without rotation straight to bfloat16.
@@ -80,14 +76,13 @@ INLINE void decode_to_bf16(const CodedGroup<Shape> &coded, char *target) {
         }
         return;
     }
-    UNROLL for (int at = 0; at < Shape::size; at += 2 * LANES) {
+    UNROLL_FOR (int at = 0; at < Shape::size; at += 2 * LANES) {
         F32 first = coded.numbers(at), second = coded.numbers(at + LANES);
         __m512i narrow = (__m512i)_mm512_cvtne2ps_pbh((__m512)second.reg[0], (__m512)first.reg[0]);
         _mm512_storeu_si512(target + 2 * at, narrow);
     }
 #else
-    UNROLL for (int at = 0; at < Shape::size; at += LANES)
-        BFloat16::store(target + 2 * at, coded.numbers(at));
+    UNROLL_FOR (int at = 0; at < Shape::size; at += LANES) BFloat16::store(target + 2 * at, coded.numbers(at));
 #endif
 }
 
@@ -109,11 +104,10 @@ void decode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
         F32 x[Shape::num_vectors];
         decode_group<Shape>(message, group, args.format.hadamard, x);
         if (rounds_exactly && left >= Shape::size) {
-            UNROLL for (int i = 0; i < Shape::num_vectors; i++)
-                Number::store_rounded(target + Number::size * LANES * i, x[i]);
+            UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) Number::store_rounded(target + Number::size * LANES * i, x[i]);
             continue;
         }
-        UNROLL for (int i = 0; i < Shape::num_vectors; i++) {
+        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) {
             if (LANES * i < left) store_numbers<Number>(target + Number::size * LANES * i, x[i], left - LANES * i);
         }
     }
@@ -124,8 +118,7 @@ template <class Shape>
 void decode_to_sums(const Message &message, int64_t group, bool turns_back, float *sums, bool adds) {
     F32 x[Shape::num_vectors];
     decode_group<Shape>(message, group, turns_back, x);
-    UNROLL for (int i = 0; i < Shape::num_vectors; i++)
-        store(sums + LANES * i, adds ? load(sums + LANES * i) + x[i] : x[i]);
+    UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) store(sums + LANES * i, adds ? load(sums + LANES * i) + x[i] : x[i]);
 }
 }  // namespace
 

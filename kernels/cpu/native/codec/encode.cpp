@@ -25,7 +25,7 @@ struct Block {
 template <int COUNT>
 INLINE int32_t find_largest(const F32 (&x)[COUNT]) {
     I32 largest = splat_int(1);
-    UNROLL for (int i = 0; i < COUNT; i++) {
+    UNROLL_FOR (int i = 0; i < COUNT; i++) {
         const I32 bits = bits_of(x[i]);
         largest = maximum_unsigned(largest, shift_left(bits, 1) | shift_right(bits, 31));
     }
@@ -34,7 +34,7 @@ INLINE int32_t find_largest(const F32 (&x)[COUNT]) {
 template <int COUNT>
 INLINE void find_extremes(const F32 (&x)[COUNT], float &lowest, float &highest) {
     F32 low = splat(INFINITE), high = splat(-INFINITE), check = splat(0.0f);
-    UNROLL for (int i = 0; i < COUNT; i++) {
+    UNROLL_FOR (int i = 0; i < COUNT; i++) {
         low = minimum(x[i], low), high = maximum(x[i], high);
         check = fma(x[i], splat(0.0f), check);  // NaN from the first infinity or NaN on
     }
@@ -45,16 +45,14 @@ INLINE void find_extremes(const F32 (&x)[COUNT], float &lowest, float &highest) 
 template <class Number, int COUNT>
 INLINE void load_group(F32 (&x)[COUNT], const char *source, int64_t count) {
     if (count >= LANES * COUNT) {
-        UNROLL for (int i = 0; i < COUNT; i++)
-            x[i] = Number::load(source + Number::size * LANES * i);
+        UNROLL_FOR (int i = 0; i < COUNT; i++) x[i] = Number::load(source + Number::size * LANES * i);
         return;
     }
     alignas(64) float numbers[LANES * COUNT];
     for (int64_t at = 0; at < count; at += LANES)
         store(numbers + at, load_numbers<Number>(source + Number::size * at, count - at));
     for (int64_t at = count; at < LANES * COUNT; at++) numbers[at] = numbers[count - 1];
-    UNROLL for (int i = 0; i < COUNT; i++)
-        x[i] = load(numbers + LANES * i);
+    UNROLL_FOR (int i = 0; i < COUNT; i++) x[i] = load(numbers + LANES * i);
 }
 
 // `count` numbers, from `source` on, to `block`. `carried`: null, or what their codes of the sum before lost.
@@ -67,7 +65,7 @@ __attribute__((noinline)) void fill_block(Block &block, const char *source, int6
         load_group<Number>(x, source + Number::size * first, count - first);
         if (rotates) rotate(x);
         if (carried) {
-            UNROLL for (int i = 0; i < Shape::num_vectors; i++)
+            UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++)
                 x[i] = x[i] + BFloat16::load(carried + BFloat16::size * (first + LANES * i));
         }
         if (IS_SYMMETRIC) {
@@ -75,8 +73,7 @@ __attribute__((noinline)) void fill_block(Block &block, const char *source, int6
         } else {
             find_extremes(x, block.low[group], block.high[group]);
         }
-        UNROLL for (int i = 0; i < Shape::num_vectors; i++)
-            store(block.numbers + first + LANES * i, x[i]);
+        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) store(block.numbers + first + LANES * i, x[i]);
     }
 }
 
@@ -144,7 +141,7 @@ __attribute__((noinline)) void store_block(const Block &block, const Message &me
         const F32 scale = splat(block.scale[at]), inverse = splat(block.inverse[at]), zero = splat(block.zero[at]);
         const F32 to_code = splat(ROUND_TO_INTEGER + (IS_SYMMETRIC ? (float)Shape::num_levels : 0.0f));
         I32 codes[Shape::num_vectors];
-        UNROLL for (int i = 0; i < Shape::num_vectors; i++) {
+        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) {
             const F32 x = load(numbers + LANES * i);
             F32 scaled = (IS_SYMMETRIC ? x : x - zero) * inverse;
             // Only the end without a level of its own must be clamped: the roundings of the scale's inverse and of the
@@ -159,8 +156,7 @@ __attribute__((noinline)) void store_block(const Block &block, const Message &me
             }
         }
         if (is_broken) {
-            UNROLL for (int i = 0; i < Shape::num_vectors; i++)
-                codes[i] = splat_int(0);
+            UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) codes[i] = splat_int(0);
         }
         typename Shape::CodePlanes(message.planes, message.num_groups, group + at).store(codes);
     }

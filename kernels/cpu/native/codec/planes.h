@@ -46,9 +46,9 @@ struct Plane {
     // Bits `shift` to `shift + BITS` of each code. Bits above the code's may hold anything.
     static void store(char *plane, const I32 *codes, int shift, bool is_last) {
         constexpr int step = is_narrow ? LANES : bytes;
-        UNROLL for (int byte = 0; byte < step; byte += LANES) {
+        UNROLL_FOR (int byte = 0; byte < step; byte += LANES) {
             I32 packed = splat_int(0);
-            UNROLL for (int at = byte; at < SIZE; at += step) {
+            UNROLL_FOR (int at = byte; at < SIZE; at += step) {
                 I32 field = shift ? shift_right(codes[at / LANES], shift) : codes[at / LANES];
                 if (!is_last || is_narrow) field = field & splat_int(mask);
                 packed = packed | shift_left(field, shifts(at));

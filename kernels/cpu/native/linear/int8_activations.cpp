@@ -157,20 +157,20 @@ INLINE void add_part(FloatReg (&sums)[ROWS][REGS], const char *tile, const Activ
     constexpr unsigned part_elems = GROUP / Format::num_parts;
     const unsigned in_group = number % GROUP, half = Format::num_parts == 2 ? in_group / part_elems : 2;
     IntReg dots[ROWS][REGS];
-    UNROLL for (int row = 0; row < ROWS; row++) UNROLL
-        for (int reg = 0; reg < REGS; reg++) dots[row][reg] = Dot::start(groups[row]->minus_sums + half);
-    UNROLL for (unsigned at = 0; at < part_elems; at += 4) UNROLL
-        for (int reg = 0; reg < REGS; reg++) {
+    UNROLL_FOR (int row = 0; row < ROWS; row++)
+        UNROLL_FOR (int reg = 0; reg < REGS; reg++) dots[row][reg] = Dot::start(groups[row]->minus_sums + half);
+    UNROLL_FOR (unsigned at = 0; at < part_elems; at += 4)
+        UNROLL_FOR (int reg = 0; reg < REGS; reg++) {
             Int8Reg weights = Dot::load(TileSource{tile, reg}, number + at / LANES * LANES, at % LANES);
-            UNROLL for (int row = 0; row < ROWS; row++)
+            UNROLL_FOR (int row = 0; row < ROWS; row++)
                 dots[row][reg] = Dot::step(dots[row][reg], weights, groups[row]->codes + in_group + at);
         }
-    UNROLL for (int reg = 0; reg < REGS; reg++) {
+    UNROLL_FOR (int reg = 0; reg < REGS; reg++) {
         const TileSource source = {tile, reg};
         const FloatReg scale = Format::scale(source, number / part_elems);
         FloatReg minimum = {};
         if constexpr (Format::has_minimum) minimum = Format::minimum(source, number / part_elems);
-        UNROLL for (int row = 0; row < ROWS; row++) {
+        UNROLL_FOR (int row = 0; row < ROWS; row++) {
             const IntReg exact = Dot::finish(dots[row][reg], groups[row]->minus_sums + half);
             FloatReg &sum = sums[row][reg];
             sum = fma_reg(__builtin_convertvector(exact, FloatReg), scale * splat_reg(groups[row]->scale), sum);
@@ -190,11 +190,10 @@ __attribute__((noinline)) void multiply_tile(float *out, const char *x, int64_t 
     const char *ahead = tile + (Format::num_groups > 1 ? 2 * tile_bytes : AHEAD_BYTES);
     for (int64_t at = 0; at < num_groups; tile += tile_bytes) {
         for (unsigned group = 0; group < Format::num_groups; group++, at++, ahead += tile_bytes / Format::num_groups) {
-            if constexpr (prefetches) UNROLL
-                for (int line = 0; line < tile_bytes / Format::num_groups; line += 64) prefetch(ahead + line);
+            if constexpr (prefetches)
+                UNROLL_FOR (int line = 0; line < tile_bytes / Format::num_groups; line += 64) prefetch(ahead + line);
             const ActivationGroup *groups[ROWS];
-            UNROLL for (int row = 0; row < ROWS; row++)
-                groups[row] = (const ActivationGroup *)(x + x_stride * row) + at;
+            UNROLL_FOR (int row = 0; row < ROWS; row++) groups[row] = (const ActivationGroup *)(x + x_stride * row) + at;
             add_part<ROWS, Format>(sums, tile, groups, GROUP * group);
             if constexpr (Format::num_parts == 2) add_part<ROWS, Format>(sums, tile, groups, GROUP * group + GROUP / 2);
         }
@@ -240,7 +239,7 @@ void make_parts(TilePart<Format> *part, const char *tile, int64_t num_groups) {
             const TileSource source = {tile, 0};
             part->scale = Format::scale(source, number / elems);
             if constexpr (Format::has_minimum) part->minimum = Format::minimum(source, number / elems);
-            UNROLL for (unsigned at = 0; at < elems; at += 4)
+            UNROLL_FOR (unsigned at = 0; at < elems; at += 4)
                 part->codes[at / 4] =
                     load_weights<Format>(source, number + at / LANES * LANES, at % LANES) - (int8_t)Format::offset;
         }
@@ -253,15 +252,15 @@ __attribute__((noinline)) void multiply_sixteen(float *out, const char *x, int64
     FloatReg sums[LANES] = {};
     int64_t three = 3 * x_stride, four = 4 * x_stride, twelve = 12 * x_stride;
     __asm__("" : "+r"(three), "+r"(four), "+r"(twelve));  // else GCC keeps sixteen addresses, more than there are registers
-    for (; num_groups > 0; num_groups--, x += sizeof(ActivationGroup)) UNROLL
-        for (int half = 0; half < Format::num_parts; half++, part++) {
+    for (; num_groups > 0; num_groups--, x += sizeof(ActivationGroup))
+        UNROLL_FOR (int half = 0; half < Format::num_parts; half++, part++) {
             IntReg dots[LANES];
             _tile_zero(0);
             _tile_loadd(1, x + LANES * half, x_stride);
             _tile_loadd(2, part->codes, 64);
             _tile_dpbssd(0, 1, 2);
             _tile_stored(0, dots, 64);
-            UNROLL for (int row = 0; row < LANES; row++) {
+            UNROLL_FOR (int row = 0; row < LANES; row++) {
                 const char *quad = row / 4 == 3 ? x + twelve : x + four * (row / 4);
                 const ActivationGroup *group = (const ActivationGroup *)(quad + (row % 4 == 3 ? three : x_stride * (row % 4)));
                 const FloatReg scale = part->scale * splat_reg(group->scale);

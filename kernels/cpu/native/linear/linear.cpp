@@ -131,7 +131,7 @@ __attribute__((noinline)) void multiply_packed(char *c, const char *x, const cha
         count = least(Scales<Format>::run_groups, num_groups);
         const int64_t num_bytes = count / Format::num_groups * Format::num_bytes;
         for (int64_t line = 0; line < COLS * num_bytes; line += LINE_BYTES) prefetch(ahead + line);
-        UNROLL for (int column = 0; column < COLS; column++) {
+        UNROLL_FOR (int column = 0; column < COLS; column++) {
             const char *run = b + b_stride * column;
             const Scales<Format> scales(run, count);
             with_groups<Format>(count, [&](int64_t first, unsigned group) {

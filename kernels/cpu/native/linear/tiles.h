@@ -30,7 +30,7 @@ template <int COUNT, int HALF>
 INLINE void fold_registers(FloatReg *values) {
     if constexpr (HALF > 0) {
         constexpr int LEFT = COUNT > 1 ? COUNT / 2 : 1;
-        UNROLL for (int i = 0; i < LEFT; i++)
+        UNROLL_FOR (int i = 0; i < LEFT; i++)
             values[i] = Lanes<REG_LANES>::low_halves<HALF>(values[2 * i], values[COUNT > 1 ? 2 * i + 1 : 0]) +
                         Lanes<REG_LANES>::high_halves<HALF>(values[2 * i], values[COUNT > 1 ? 2 * i + 1 : 0]);
         fold_registers<LEFT, HALF / 2>(values);
@@ -40,10 +40,10 @@ INLINE void fold_registers(FloatReg *values) {
 // out[i] = the sum over the lanes of cell i, each in the same tree: lanes 8 apart, then 4, 2, 1.
 template <int CELLS>
 INLINE void sum_cells(const FloatReg (*cells)[REGS], float *out) {
-    UNROLL for (int first = 0; first < CELLS; first += REG_LANES) {
+    UNROLL_FOR (int first = 0; first < CELLS; first += REG_LANES) {
         constexpr int COUNT = CELLS > REG_LANES ? REG_LANES : CELLS > 8 ? 16 : CELLS > 4 ? 8 : CELLS > 2 ? 4 : CELLS;
         FloatReg values[COUNT];
-        UNROLL for (int i = 0; i < COUNT; i++) {
+        UNROLL_FOR (int i = 0; i < COUNT; i++) {
             const FloatReg *cell = cells[first + i < CELLS ? first + i : first];
             if constexpr (REGS == 4)
                 values[i] = (cell[0] + cell[2]) + (cell[1] + cell[3]);
@@ -74,22 +74,23 @@ __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const ch
                                              int64_t b_stride, int64_t depth, Kept kept = {nullptr, nullptr}) {
     constexpr int64_t reg_bytes = sizeof(FloatReg);  // registers are copied one by one: see `load` in vec.h
     FloatReg sums[ROWS * COLS][REGS];
-    UNROLL for (int i = 0; i < ROWS * COLS * REGS; i++)
+    UNROLL_FOR (int i = 0; i < ROWS * COLS * REGS; i++)
         sums[i / REGS][i % REGS] = kept.before ? load_reg(kept.before + reg_bytes * i) : FloatReg{};
     constexpr int64_t part = Dot::width / REGS;  // inputs of a register
     constexpr int lines = COLS * Dot::width * Dot::b_bytes / LINE_BYTES;
     const char *ahead = b + b_stride * (AHEAD * COLS);
     const int64_t rest = depth % Dot::width, whole = depth - rest;
     for (int64_t at = 0; at < whole; at += Dot::width) {
-        if constexpr (AHEAD > 0) UNROLL
-            for (int line = 0; line < lines; line++) prefetch<LEVEL>(ahead + COLS * Dot::b_bytes * at + LINE_BYTES * line);
-        UNROLL for (int reg = 0; reg < REGS; reg++) {
+        if constexpr (AHEAD > 0)
+            UNROLL_FOR (int line = 0; line < lines; line++)
+                prefetch<LEVEL>(ahead + COLS * Dot::b_bytes * at + LINE_BYTES * line);
+        UNROLL_FOR (int reg = 0; reg < REGS; reg++) {
             FloatReg inputs[ROWS];
-            UNROLL for (int row = 0; row < ROWS; row++)
+            UNROLL_FOR (int row = 0; row < ROWS; row++)
                 inputs[row] = load_reg(a + a_stride * row + Dot::a_bytes * (at + part * reg));
-            UNROLL for (int column = 0; column < COLS; column++) {
+            UNROLL_FOR (int column = 0; column < COLS; column++) {
                 FloatReg weights = Dot::load_b(b + b_stride * column + Dot::b_bytes * (at + part * reg));
-                UNROLL for (int row = 0; row < ROWS; row++) {
+                UNROLL_FOR (int row = 0; row < ROWS; row++) {
                     FloatReg &sum = sums[row * COLS + column][reg];
                     sum = Dot::step(inputs[row], weights, sum);
                 }
@@ -98,27 +99,26 @@ __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const ch
     }
     if (rest) {
         char a_rest[ROWS][Dot::width * Dot::a_bytes] = {}, b_rest[COLS][Dot::width * Dot::b_bytes] = {};
-        UNROLL for (int row = 0; row < ROWS; row++)
+        UNROLL_FOR (int row = 0; row < ROWS; row++)
             memcpy(a_rest[row], a + a_stride * row + Dot::a_bytes * whole, Dot::a_bytes * rest);
-        UNROLL for (int column = 0; column < COLS; column++)
+        UNROLL_FOR (int column = 0; column < COLS; column++)
             memcpy(b_rest[column], b + b_stride * column + Dot::b_bytes * whole, Dot::b_bytes * rest);
-        UNROLL for (int reg = 0; reg < REGS; reg++) UNROLL
-            for (int row = 0; row < ROWS; row++) UNROLL
-                for (int column = 0; column < COLS; column++) {
+        UNROLL_FOR (int reg = 0; reg < REGS; reg++)
+            UNROLL_FOR (int row = 0; row < ROWS; row++)
+                UNROLL_FOR (int column = 0; column < COLS; column++) {
                     FloatReg &sum = sums[row * COLS + column][reg];
                     sum = Dot::step(load_reg(a_rest[row] + Dot::a_bytes * part * reg),
                                     Dot::load_b(b_rest[column] + Dot::b_bytes * part * reg), sum);
                 }
     }
     if (kept.after) {
-        UNROLL for (int i = 0; i < ROWS * COLS * REGS; i++)
+        UNROLL_FOR (int i = 0; i < ROWS * COLS * REGS; i++)
             memcpy(kept.after + reg_bytes * i, &sums[i / REGS][i % REGS], sizeof(FloatReg));
         return;
     }
     float out[ROWS * COLS];
     sum_cells<ROWS * COLS>(sums, out);
-    UNROLL for (int row = 0; row < ROWS; row++)
-        memcpy(c + c_stride * row, out + COLS * row, 4 * COLS);
+    UNROLL_FOR (int row = 0; row < ROWS; row++) memcpy(c + c_stride * row, out + COLS * row, 4 * COLS);
 }
 
 }  // namespace

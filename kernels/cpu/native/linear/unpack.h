@@ -67,8 +67,7 @@ struct Scales {
 template <class Format, class Work>
 INLINE void with_groups(int64_t num_groups, Work work) {
     if constexpr (!Scales<Format>::gathers) {
-        UNROLL for (unsigned group = 0; group < Format::num_groups; group++)
-            work(0, group);
+        UNROLL_FOR (unsigned group = 0; group < Format::num_groups; group++) work(0, group);
     } else {
         _Pragma("GCC unroll 1") for (int64_t first = 0; first < num_groups; first += 2) {
             work(first, 0u);
@@ -169,11 +168,10 @@ INLINE void with_group(const char *run, const Scales<Format> &scales, int64_t fi
     const char *block = run + (first + group / Format::num_groups) * Format::num_bytes;
     const char *stored = block + Low::place(GROUP * in_block);
     if constexpr (Low::bits == 8) {
-        UNROLL for (int at = 0; at < GROUP; at += REG_LANES)
-            scaled(at, load_bytes(stored + at));
+        UNROLL_FOR (int at = 0; at < GROUP; at += REG_LANES) scaled(at, load_bytes(stored + at));
     } else if constexpr (!WIDE && Low::in_run == GROUP && !Format::fifths_at && Format::table == nullptr) {
         // On narrow registers it is cheaper to widen both halves together.
-        UNROLL for (int at = 0; at < LANES; at += REG_LANES) {
+        UNROLL_FOR (int at = 0; at < LANES; at += REG_LANES) {
             const IntReg both = load_bytes(stored + at);
             scaled(at, (both & 15) - Format::offset), scaled(LANES + at, (both >> 4 & 15) - Format::offset);
         }
@@ -181,8 +179,7 @@ INLINE void with_group(const char *run, const Scales<Format> &scales, int64_t fi
         Codes codes = group_codes<Format>(block, in_block);
         if constexpr (Format::table != nullptr) codes = look_up<Format>(codes);
         codes -= Format::offset;
-        UNROLL for (int at = 0; at < GROUP; at += REG_LANES)
-            scaled(at, code_lanes(codes, at));
+        UNROLL_FOR (int at = 0; at < GROUP; at += REG_LANES) scaled(at, code_lanes(codes, at));
     }
 }
 
@@ -195,7 +192,7 @@ INLINE __m512i group_pairs(const char *run, const Scales<Format> &scales, int64_
     FloatReg numbers[2];
     if constexpr (Format::num_parts == 1 && bits <= 5) {
         // All numbers of such codes are computed once, then looked up: the lookup takes five bits, with four those of two groups.
-        UNROLL for (int upper = 0; upper < 2; upper++) {
+        UNROLL_FOR (int upper = 0; upper < 2; upper++) {
             const int64_t own = first + (bits == 4 ? (group / 2 * 2 + upper) % Scales<Format>::run_groups : group);
             UintReg codes = (UintReg)lane_numbers().reg[0] + (bits == 5 ? 16 * upper : 0);
             if constexpr (Format::table != nullptr) codes = (UintReg)((IntReg)(look_up<Format>(codes) << 24) >> 24);
@@ -212,7 +209,7 @@ INLINE __m512i group_pairs(const char *run, const Scales<Format> &scales, int64_
     if constexpr (Format::num_parts == 2 && bits <= 3) {
         // Likewise, of as many parts as a register has room for.
         constexpr unsigned parts = 32 >> bits;
-        UNROLL for (int i = 0; i < 2; i++) {
+        UNROLL_FOR (int i = 0; i < 2; i++) {
             const UintReg number = (UintReg)lane_numbers().reg[0] + LANES * i;
             const __m512i part = (__m512i)((number >> bits) + 2 * group / parts * parts);
             numbers[i] = __builtin_convertvector((IntReg)(number & ((1 << bits) - 1)) - Format::offset, FloatReg);
