@@ -22,8 +22,7 @@
 namespace {
 
 // Calls `work` with each item that this thread draws, then waits until all threads that came have left.
-template <class Work>
-void run_phase(tw_phase *phase, int64_t num_items, Work work) {
+void run_phase(tw_phase *phase, int64_t num_items, auto work) {
     auto add_one = [](int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_SEQ_CST); };
     add_one(&phase->came);
     for (int64_t item = add_one(&phase->next); item < num_items; item = add_one(&phase->next)) work(item);

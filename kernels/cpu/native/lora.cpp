@@ -114,8 +114,8 @@ void tw_adapter_shrink(const void *adapter_args, int64_t start, int64_t stop) {
 void tw_adapter_expand(const void *adapter_args, int64_t start, int64_t stop) {
     const tw_adapter_args &args = *(const tw_adapter_args *)adapter_args;
     const tw_adapter_site &site = *args.site;
-    with_kind(site.kind, [&](auto number) {
-        with_kind(args.out_kind, [&](auto out) {
+    with_kind(site.kind, [&]<class Number>(Number) {
+        with_kind(args.out_kind, [&]<class Out>(Out) {
             for (int64_t i = 0; i < args.num_runs; i++) {
                 if (!adapter_of(args, args.runs[i]).rank) continue;
                 for (int64_t part = 0; part < site.num_parts; part++) {
@@ -123,7 +123,7 @@ void tw_adapter_expand(const void *adapter_args, int64_t start, int64_t stop) {
                     const int64_t last = least(stop, site.part_stops[part]);
                     for (int64_t at = first, end; at < last; at = end) {
                         end = least(last, (at / PANEL_OUTPUTS + 1) * PANEL_OUTPUTS);
-                        expand<decltype(number), decltype(out)>(args, args.runs[i], part, at, end);
+                        expand<Number, Out>(args, args.runs[i], part, at, end);
                     }
                 }
             }

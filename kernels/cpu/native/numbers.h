@@ -154,9 +154,8 @@ INLINE void store_rounded(char *target, F32 value, int64_t count) {
     store_numbers<Number>(target, Number::rounded(value), count);
 }
 
-// Calls `work` with the Number of a kind known at run time: `with_kind(kind, [&](auto number) { ... })`.
-template <class Work>
-INLINE auto with_kind(int64_t kind, Work work) {
+// Calls `work` with the Number of a kind known at run time: `with_kind(kind, [&]<class Number>(Number) { ... })`.
+INLINE auto with_kind(int64_t kind, auto work) {
     if (kind == BFLOAT16) return work(BFloat16());
     if (kind == FLOAT32) return work(Float32());
     return work(Float16());

@@ -92,8 +92,7 @@ void store_heads(const tw_rotate_args &args, const char *heads, address cache, i
             quantize_head<Number>(heads, size, block + in_block * size, scales + in_block * SCALE_BYTES);
             continue;
         }
-        with_kind(args.cache_kind, [&](auto number) {
-            using Stored = decltype(number);
+        with_kind(args.cache_kind, [&]<class Stored>(Stored) {
             for (int64_t at = 0; at < size; at += LANES) {
                 const F32 value = load_numbers<Number>(heads + Number::size * at, size - at);
                 store_rounded<Stored>(block + Stored::size * (in_block * size + at), value, size - at);
@@ -219,8 +218,7 @@ int64_t best_of_any(const float *x, int64_t num_columns) {
 
 void tw_norm(const void *norm_args, int64_t start, int64_t stop) {
     const tw_norm_args &args = *(const tw_norm_args *)norm_args;
-    with_kind(args.kind, [&](auto number) {
-        using Number = decltype(number);
+    with_kind(args.kind, [&]<class Number>(Number) {
         if (args.sum_kind == args.kind)
             norm_rows<Number, Number>(args, start, stop);
         else
@@ -230,12 +228,12 @@ void tw_norm(const void *norm_args, int64_t start, int64_t stop) {
 
 void tw_rotate_and_cache(const void *rotate_args, int64_t start, int64_t stop) {
     const tw_rotate_args &args = *(const tw_rotate_args *)rotate_args;
-    with_kind(args.kind, [&](auto number) { rotate_rows<decltype(number)>(args, start, stop); });
+    with_kind(args.kind, [&]<class Number>(Number) { rotate_rows<Number>(args, start, stop); });
 }
 
 void tw_swiglu(const void *swiglu_args, int64_t start, int64_t stop) {
     const tw_swiglu_args &args = *(const tw_swiglu_args *)swiglu_args;
-    with_kind(args.kind, [&](auto number) { swiglu_rows<decltype(number)>(args, start, stop); });
+    with_kind(args.kind, [&]<class Number>(Number) { swiglu_rows<Number>(args, start, stop); });
 }
 
 void tw_copy_runs(address target, address source, address runs, int64_t num_runs, int64_t row_bytes) {

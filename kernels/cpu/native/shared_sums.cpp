@@ -193,12 +193,12 @@ int64_t tw_wait_for_all(const tw_board *board, int64_t turn) { return all_have_p
 
 int64_t tw_one_shot(const tw_board *board, address x, address out, int64_t num_elems, int64_t kind, int64_t step) {
     return with_kind(
-        kind, [&](auto number) { return one_shot<decltype(number)>(*board, (const char *)x, (char *)out, num_elems, step); });
+        kind, [&]<class Number>(Number) { return one_shot<Number>(*board, (const char *)x, (char *)out, num_elems, step); });
 }
 
 int64_t tw_two_shot(const tw_board *board, address x, address out, int64_t num_elems, int64_t kind, int64_t step) {
     return with_kind(
-        kind, [&](auto number) { return two_shot<decltype(number)>(*board, (const char *)x, (char *)out, num_elems, step); });
+        kind, [&]<class Number>(Number) { return two_shot<Number>(*board, (const char *)x, (char *)out, num_elems, step); });
 }
 
 int64_t tw_make_sum(tw_sums *sums, int64_t index) {

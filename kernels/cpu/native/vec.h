@@ -201,8 +201,7 @@ struct Lanes<0, I...> {
 };
 
 // Combines all lanes in one fixed tree: lanes 8 apart, then 4, 2 and 1.
-template <class Vector, class Combine>
-INLINE auto fold(Vector value, Combine combine) {
+INLINE auto fold(auto value, auto combine) {
 #if defined(__AVX512F__)
     auto v = value.reg[0];
     auto low = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7);

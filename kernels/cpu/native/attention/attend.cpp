@@ -122,7 +122,7 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
     const int64_t num_heads = (behind_group < args.num_heads ? behind_group : args.num_heads) - first_head;
     const Rows rows = {tile.first_row, first_head, num_heads, tile.num_tokens * num_heads};
     const Buffers buffers = make_buffers(rows.num_rows, args.head_dim);
-    with_kind(args.kind, [&](auto number) { read_queries<decltype(number), IN_PAIRS>(args, rows, buffers); });
+    with_kind(args.kind, [&]<class Number>(Number) { read_queries<Number, IN_PAIRS>(args, rows, buffers); });
 
     const int64_t num_keys = first_position + tile.num_tokens, num_before = first_position + 1 - args.window;
     const int64_t begin = args.window && num_before > 0 ? num_before / KEYS * KEYS : 0;
@@ -132,8 +132,8 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
         const int64_t left = num_keys - first_key, width = left > KEYS / 2 ? KEYS : KEYS / 2;
         for (int key = 0; key < width; key += LANES) {
             float *keys_t = buffers.keys_t + key, *values = buffers.values + buffers.padded * (IN_PAIRS ? key / 2 : key);
-            auto read = [&](auto number) {
-                read_keys<decltype(number)>(args, walk, kv_head, left - key, buffers, keys_t, values);
+            auto read = [&]<class Number>(Number) {
+                read_keys<Number>(args, walk, kv_head, left - key, buffers, keys_t, values);
             };
             if constexpr (IN_PAIRS)
                 read_keys_in_pairs(args, walk, kv_head, left - key, buffers, keys_t, values);
@@ -146,7 +146,7 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
         for (int64_t row = 0; row < rows.num_rows; row += CHUNK)
             attend_rows<IN_PAIRS>(buffers, rows, keys, row, (float)args.scale_log2, (float)args.cap_log2);
     }
-    with_kind(args.kind, [&](auto number) { write_results<decltype(number)>(args, rows, buffers); });
+    with_kind(args.kind, [&]<class Number>(Number) { write_results<Number>(args, rows, buffers); });
 }
 }  // namespace
 

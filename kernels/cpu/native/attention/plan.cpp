@@ -8,8 +8,7 @@ constexpr int BUCKETS = 64;
 int bucket_of(int64_t num_keys) { return BUCKETS - 1 - (num_keys > 1 ? 63 - __builtin_clzll((uint64_t)num_keys) : 0); }
 
 // Calls `visit(tile, number of its keys)` for each tile of one sequence.
-template <class Visit>
-void visit_tiles(const tw_plan_args &plan, int64_t seq, Visit visit) {
+void visit_tiles(const tw_plan_args &plan, int64_t seq, auto visit) {
     const int32_t *start = (const int32_t *)plan.query_start + seq;
     const int64_t query_len = start[1] - start[0], context_len = ((const int32_t *)plan.context_lens)[seq];
     for (int64_t first = 0; first < query_len; first += plan.tile_tokens) {

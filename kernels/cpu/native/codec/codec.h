@@ -70,15 +70,14 @@ INLINE void rotate(F32 (&x)[COUNT]) {
 
 // --- formats ----------------------------------------------------------------------------------------------------------
 
-template <bool IS_FLOAT8, int... WIDTHS, class Work>
-INLINE auto with_size(int64_t size, Work work) {
+template <bool IS_FLOAT8, int... WIDTHS>
+INLINE auto with_size(int64_t size, auto work) {
     if (size == 128) return work(Shape<128, IS_FLOAT8, WIDTHS...>());
     if (size == 64) return work(Shape<64, IS_FLOAT8, WIDTHS...>());
     return work(Shape<32, IS_FLOAT8, WIDTHS...>());
 }
 // Calls `work` with the Shape of a format known at run time. The widths are those of kernels/spec/block_format.py.
-template <class Work>
-INLINE auto with_shape(const tw_block_format &format, Work work) {
+INLINE auto with_shape(const tw_block_format &format, auto work) {
     if (format.float8) return with_size<true, 8>(format.group_elems, work);
     switch (format.bits) {
         case 8: return with_size<false, 8>(format.group_elems, work);

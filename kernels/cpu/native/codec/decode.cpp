@@ -123,13 +123,13 @@ void decode_to_sums(const Message &message, int64_t group, bool turns_back, floa
 }  // namespace
 
 DecodeGroup group_decoder(const tw_block_format &format) {
-    return with_shape(format, [](auto shape) -> DecodeGroup { return decode_to_sums<decltype(shape)>; });
+    return with_shape(format, []<class Shape>(Shape) -> DecodeGroup { return decode_to_sums<Shape>; });
 }
 
 void tw_decode(const void *code_args, int64_t start, int64_t stop) {
     const tw_code_args &args = *(const tw_code_args *)code_args;
-    with_shape(args.format, [&](auto shape) {
-        with_kind(args.kind, [&](auto number) { decode_groups<decltype(shape), decltype(number)>(args, start, stop); });
+    with_shape(args.format, [&]<class Shape>(Shape) {
+        with_kind(args.kind, [&]<class Number>(Number) { decode_groups<Shape, Number>(args, start, stop); });
     });
 }
 

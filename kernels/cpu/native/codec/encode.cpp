@@ -181,8 +181,7 @@ template <class Shape>
 void encode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
     const Message message(args.message, args.format, args.num_elems);
     const int64_t end = stop * Shape::size < args.num_elems ? stop * Shape::size : args.num_elems;
-    with_kind(args.kind, [&](auto number) {
-        using Number = decltype(number);
+    with_kind(args.kind, [&]<class Number>(Number) {
         for (int64_t first = start * Shape::size; first < end; first += BLOCK) {
             const char *source = (const char *)args.numbers + Number::size * first;
             const int64_t count = end - first < BLOCK ? end - first : BLOCK;
@@ -199,10 +198,10 @@ void encode_sums(const Message &message, int64_t group, const float *sums, int64
 }  // namespace
 
 EncodeBlock block_encoder(const tw_block_format &format) {
-    return with_shape(format, [](auto shape) -> EncodeBlock { return encode_sums<decltype(shape)>; });
+    return with_shape(format, []<class Shape>(Shape) -> EncodeBlock { return encode_sums<Shape>; });
 }
 
 void tw_encode(const void *code_args, int64_t start, int64_t stop) {
     const tw_code_args &args = *(const tw_code_args *)code_args;
-    with_shape(args.format, [&](auto shape) { encode_groups<decltype(shape)>(args, start, stop); });
+    with_shape(args.format, [&]<class Shape>(Shape) { encode_groups<Shape>(args, start, stop); });
 }

@@ -34,14 +34,8 @@ struct BlockFormat {
     static constexpr const int8_t *table = nullptr;  // of the numbers that codes stand for
     static constexpr int floats_at = 0;              // float16 d, and m behind it
     // Scale and minimum of a part; those of superblocks are d and m times integers, which `integers` has for all parts as lanes.
-    template <class Source>
-    static auto scale(Source source, unsigned) {
-        return source.half(0);
-    }
-    template <class Source>
-    static auto minimum(Source source, unsigned) {
-        return source.half(2);
-    }
+    static auto scale(auto source, unsigned) { return source.half(0); }
+    static auto minimum(auto source, unsigned) { return source.half(2); }
 };
 
 INLINE uint64_t load_bits(const char *source, int num_bytes) {
@@ -75,8 +69,7 @@ struct IQ4_NL : BlockFormat<18, 2, 1, Plane<2, 4, 16>> {
 struct MXFP4 : BlockFormat<17, 1, 1, Plane<1, 4, 16>> {
     static constexpr const int8_t *table = MXFP4_TABLE;
     // 2^(e - 128): float32 bits, of a subnormal number if e is below 2.
-    template <class Source>
-    static auto scale(Source source, unsigned) {
+    static auto scale(auto source, unsigned) {
         const auto exponent = source.byte(0);
         return source.float_of_bits(exponent < 2 ? (exponent + 1) << 21 : (exponent - 1) << 23);
     }
@@ -88,12 +81,10 @@ struct Q2_K : BlockFormat<84, 0, 8, Plane<16, 2, 32>> {
         const I32 both = widen_bytes(load_bits(block, 8), load_bits(block + 8, 8));
         scales = both & splat_int(15), minima = shift_right(both, 4);
     }
-    template <class Source>
-    static auto scale(Source source, unsigned part) {
+    static auto scale(auto source, unsigned part) {
         return source.half(80) * source.to_float(source.word(part / 4 * 4) >> (8 * (part % 4)) & 15);
     }
-    template <class Source>
-    static auto minimum(Source source, unsigned part) {
+    static auto minimum(auto source, unsigned part) {
         return -(source.half(82) * source.to_float(source.word(part / 4 * 4) >> (8 * (part % 4) + 4) & 15));
     }
 };
@@ -105,8 +96,7 @@ struct Q3_K : BlockFormat<110, 0, 8, Plane<32, 2, 32>, Plane<0, 1, 32>> {
                              (low >> 4 & 15 * EACH_BYTE) | (twice >> 4 & 3 * EACH_BYTE) << 4) -
                  splat_int(32);
     }
-    template <class Source>
-    static auto scale(Source source, unsigned part) {
+    static auto scale(auto source, unsigned part) {
         const auto low = source.word(96 + part % 8 / 4 * 4) >> (8 * (part % 4) + 4 * (part / 8)) & 15;
         const auto high = source.word(104) >> (8 * (part % 4) + 2 * (part / 4)) & 3;
         return source.half(108) * source.to_float((low | high << 4) - 32);
@@ -125,20 +115,13 @@ struct TwelveBytes : Format {
         minima = widen_bytes((second & 63 * ones) | thirteenth << 32, 0);
     }
     // `word`: of the first four; the upper bits of these bytes are those of the other four, whose lower bits begin at `rest`.
-    template <class Source>
-    static auto integer(Source source, unsigned part, int word, int rest) {
+    static auto integer(auto source, unsigned part, int word, int rest) {
         const int shift = 8 * (part % 4);
         if (part < 4) return source.to_float(source.word(word) >> shift & 63);
         return source.to_float((source.word(12) >> (shift + rest) & 15) | (source.word(word) >> (shift + 6) & 3) << 4);
     }
-    template <class Source>
-    static auto scale(Source source, unsigned part) {
-        return source.half(0) * integer(source, part, 4, 0);
-    }
-    template <class Source>
-    static auto minimum(Source source, unsigned part) {
-        return -(source.half(2) * integer(source, part, 8, 4));
-    }
+    static auto scale(auto source, unsigned part) { return source.half(0) * integer(source, part, 4, 0); }
+    static auto minimum(auto source, unsigned part) { return -(source.half(2) * integer(source, part, 8, 4)); }
 };
 struct Q4_K : TwelveBytes<BlockFormat<144, 4, 8, Plane<16, 4, 32>>> {};
 struct Q5_K : TwelveBytes<BlockFormat<176, 4, 8, Plane<48, 4, 32>, Plane<16, 1, 32>>> {};
@@ -148,8 +131,7 @@ struct Q6_K : BlockFormat<210, 0, 8, Plane<0, 4, 64>, Plane<128, 2, 32>> {
         const I32 bytes = widen_bytes(load_bits(block + 192, 8), load_bits(block + 200, 8));
         scales = bytes - shift_left(bytes & splat_int(128), 1);
     }
-    template <class Source>
-    static auto scale(Source source, unsigned part) {
+    static auto scale(auto source, unsigned part) {
         const auto integer = source.word(192 + part / 4 * 4) >> (8 * (part % 4)) & 255;
         return source.half(208) * source.to_float((integer ^ 128) - 128);
     }
@@ -162,8 +144,7 @@ struct IQ4_XS : BlockFormat<136, 4, 8, Plane<8, 4, 16>> {
         const I32 high = shift_right(splat_int((int32_t)load_bits(block + 2, 2)), group + group) & splat_int(3);
         scales = (low | shift_left(high, 4)) - splat_int(32);
     }
-    template <class Source>
-    static auto scale(Source source, unsigned part) {
+    static auto scale(auto source, unsigned part) {
         const auto low = source.word(4) >> (4 * part) & 15, high = source.pair(2) >> (2 * part) & 3;
         return source.half(0) * source.to_float((low | high << 4) - 32);
     }
@@ -177,8 +158,7 @@ INLINE bool is_int8(int64_t kind) { return kind & INT8; }
 INLINE bool is_interleaved(int64_t kind) { return kind & INTERLEAVED; }
 
 // Calls `work` with the format of a kind.
-template <class Work>
-INLINE auto with_packed(int64_t kind, Work work) {
+INLINE auto with_packed(int64_t kind, auto work) {
     switch (kind & FORMATS) {
         case 3: return work(Q8_0());
         case 4: return work(Q4_0());
@@ -221,8 +201,8 @@ INLINE Vector look_up(Vector codes) {
 
 // The codes of a register's fields, in their lowest bits; ONES has the lowest bit of every field. They are `at` numbers behind
 // `number`, a multiple of sixteen. `load` returns the fields at a place of the block.
-template <class Format, uint32_t ONES, class Load>
-INLINE UintReg read_codes(unsigned number, unsigned at, Load load) {
+template <class Format, uint32_t ONES>
+INLINE UintReg read_codes(unsigned number, unsigned at, auto load) {
     using Low = typename Format::Low;
     using High = typename Format::High;
     UintReg codes = load(Low::place(number) + at);

@@ -303,8 +303,7 @@ int64_t multiply_in_units(const tw_linear_args &args, int64_t start, int64_t sto
 int64_t quantized_bytes(int64_t depth) { return depth / GROUP * sizeof(ActivationGroup); }
 
 void quantize_rows(char *target, const char *x, int64_t x_stride, int64_t num_rows, int64_t depth, int64_t kind) {
-    with_kind(kind, [&](auto number) {
-        using Number = decltype(number);
+    with_kind(kind, [&]<class Number>(Number) {
         ActivationGroup *group = (ActivationGroup *)target;
         for (int64_t row = 0; row < num_rows; row++)
             for (int64_t at = 0; at < depth; at += GROUP)
@@ -313,8 +312,7 @@ void quantize_rows(char *target, const char *x, int64_t x_stride, int64_t num_ro
 }
 
 void multiply_int8(const tw_linear_args &args, int64_t start, int64_t stop) {
-    with_packed(args.weight_kind, [&](auto format) {
-        using Format = decltype(format);
+    with_packed(args.weight_kind, [&]<class Format>(Format) {
         for (int64_t first = start, end; first < stop; first = end) {
             end = least(first + PANEL, stop);
             int64_t done = 0;  // rows

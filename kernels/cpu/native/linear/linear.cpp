@@ -178,15 +178,14 @@ void multiply_plain(const Block &panel, int64_t kind) {
         if constexpr (Dot::b_bytes == 2)
             multiply_rows<Dot>(block, from_memory);
         else
-            with_kind(kind, [&](auto number) { multiply_rows<SingleDot<decltype(number)>>(block, from_memory); });
+            with_kind(kind, [&]<class Number>(Number) { multiply_rows<SingleDot<Number>>(block, from_memory); });
     }
 }
 
 // The sums of a row with packed weights, unpacked on the way.
 template <class Dot>
 void multiply_packed_row(const Block &block, int64_t kind) {
-    with_packed(kind, [&](auto format) {
-        using Format = decltype(format);
+    with_packed(kind, [&]<class Format>(Format) {
         constexpr bool PAIR = Dot::b_bytes == 2;
         const int64_t groups = block.depth / GROUP, whole = block.columns / SINGLE_COLUMNS * SINGLE_COLUMNS;
         for (int64_t at = 0, width; at < block.columns; at += width) {
@@ -203,15 +202,15 @@ Block widened(Block block, int64_t kind) {
     const int64_t stride = widened_stride(block.depth, Dot::b_bytes == 2);
     char *target = (char *)thread_scratch(WIDENED_WEIGHTS, stride / 4 * block.columns);
     if (is_packed(kind))
-        with_packed(kind, [&](auto format) {
+        with_packed(kind, [&]<class Format>(Format) {
             for (int64_t at = 0; at < block.columns; at++)
-                unpack_groups<decltype(format), Dot::b_bytes == 2>(
-                    target + stride * at, block.weights + block.weight_stride * at, block.depth / GROUP,
-                    block.weights + block.weight_stride * at + UNPACK_AHEAD);
+                unpack_groups<Format, Dot::b_bytes == 2>(target + stride * at, block.weights + block.weight_stride * at,
+                                                         block.depth / GROUP,
+                                                         block.weights + block.weight_stride * at + UNPACK_AHEAD);
         });
     else
-        with_kind(kind, [&](auto number) {
-            widen_rows<decltype(number)>(target, stride, block.weights, block.weight_stride, block.columns, block.depth);
+        with_kind(kind, [&]<class Number>(Number) {
+            widen_rows<Number>(target, stride, block.weights, block.weight_stride, block.columns, block.depth);
         });
     block.weights = target, block.weight_stride = stride;
     return block;
@@ -289,8 +288,8 @@ void tw_prepare_rows(const void *rows_args, int64_t start, int64_t stop) {
     const int64_t bytes = tile_bytes(args.num_rows);
     if (kind == BFLOAT16) return make_tiles(out + bytes * tile_steps(depth) * start, bytes, x, args.x_stride, rows, depth);
 #endif
-    with_kind(kind, [&](auto number) {
-        widen_rows<decltype(number)>(out + 4 * depth * row, 4 * depth, x, args.x_stride, rows, depth);
+    with_kind(kind, [&]<class Number>(Number) {
+        widen_rows<Number>(out + 4 * depth * row, 4 * depth, x, args.x_stride, rows, depth);
     });
 }
 

@@ -12,8 +12,7 @@ const char *prepare_rows(const char *x, int64_t num_rows, int64_t depth, int64_t
 
 // The bias of up to sixteen outputs from `first` on; not called without a bias.
 INLINE F32 load_bias(const tw_linear_args &args, int64_t first, int64_t count) {
-    return with_kind(args.bias_kind, [&](auto number) {
-        using Number = decltype(number);
+    return with_kind(args.bias_kind, [&]<class Number>(Number) {
         return load_numbers<Number>((const char *)args.bias + Number::size * first, count);
     });
 }
@@ -21,8 +20,7 @@ INLINE F32 load_bias(const tw_linear_args &args, int64_t first, int64_t count) {
 template <int64_t WIDTH = PANEL>
 INLINE void write_sums(const tw_linear_args &args, const float *sums, int64_t rows, int64_t columns, int64_t token,
                        int64_t first) {
-    with_kind(args.kind, [&](auto number) {
-        using Number = decltype(number);
+    with_kind(args.kind, [&]<class Number>(Number) {
         for (int64_t row = 0; row < rows; row++)
             for (int64_t at = 0; at < columns; at += LANES) {
                 F32 value = load(sums + row * WIDTH + at);

@@ -55,13 +55,11 @@ INLINE void take_cells(float *sums, int64_t num_rows) {
 constexpr int64_t UNIT_INPUTS = 256, UNIT_STEPS = UNIT_INPUTS / TILE_INPUTS;
 
 // Inputs of columns, unpacked or as they are, as rows of whole steps. Calls `between` after each column.
-template <class Between>
 void copy_columns(char *copy, int64_t stride, const tw_linear_args &args, int64_t first, int64_t columns, int64_t begin,
-                  int64_t inputs, Between between) {
+                  int64_t inputs, auto between) {
     const char *row = (const char *)args.weight + args.weight_stride * first;
     if (is_packed(args.weight_kind))
-        return with_packed(args.weight_kind, [&](auto format) {
-            using Format = decltype(format);
+        return with_packed(args.weight_kind, [&]<class Format>(Format) {
             row += begin / GROUP / Format::num_groups * Format::num_bytes;
             // Memory is asked for the next columns in the order in which they lie.
             const char *ahead = row + columns * (args.weight_stride + begin / GROUP / Format::num_groups * Format::num_bytes);

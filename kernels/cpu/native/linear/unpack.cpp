@@ -20,8 +20,7 @@ const char *row_blocks(const tw_unpack_args &args, int64_t row, char *scratch) {
 
 void tw_interleave(const void *interleave_args, int64_t start, int64_t stop) {
     const tw_interleave_args &args = *(const tw_interleave_args *)interleave_args;
-    with_packed(args.kind, [&](auto format) {
-        using Format = decltype(format);
+    with_packed(args.kind, [&]<class Format>(Format) {
         const int64_t num_blocks = args.num_groups / Format::num_groups, row_bytes = Format::num_bytes * num_blocks;
         char *scratch = (char *)thread_scratch(WIDENED_WEIGHTS, LANES * row_bytes / 4 + 1);
         for (int64_t panel = start; panel < stop; panel++) {
@@ -34,12 +33,10 @@ void tw_interleave(const void *interleave_args, int64_t start, int64_t stop) {
 
 void tw_unpack(const void *unpack_args, int64_t start, int64_t stop) {
     const tw_unpack_args &args = *(const tw_unpack_args *)unpack_args;
-    with_packed(args.kind, [&](auto format) {
-        using Format = decltype(format);
+    with_packed(args.kind, [&]<class Format>(Format) {
         const int64_t num_blocks = args.num_groups / Format::num_groups;
         char *scratch = (char *)thread_scratch(WIDENED_WEIGHTS, Format::num_bytes * num_blocks / 4 + 1);
-        with_kind(args.out_kind, [&](auto number) {
-            using Number = decltype(number);
+        with_kind(args.out_kind, [&]<class Number>(Number) {
             for (int64_t row = start; row < stop; row++) {
                 const int64_t index = args.indices ? ((const int64_t *)args.indices)[row] : row;
                 const char *block = row_blocks<Format>(args, index, scratch);

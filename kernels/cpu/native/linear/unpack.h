@@ -64,8 +64,8 @@ struct Scales {
 
 // Calls `work(first, group)` for each group of a run: group `group` from `first` on. Of blocks of one group two that follow each other
 // have the same `first`, so that they share what is computed for both.
-template <class Format, class Work>
-INLINE void with_groups(int64_t num_groups, Work work) {
+template <class Format>
+INLINE void with_groups(int64_t num_groups, auto work) {
     if constexpr (!Scales<Format>::gathers) {
         UNROLL_FOR (unsigned group = 0; group < Format::num_groups; group++) work(0, group);
     } else {
@@ -153,8 +153,8 @@ INLINE IntReg code_lanes(Codes codes, int at) {
 }
 
 // Calls `work(at, numbers)` for each register of a group of a run, `at` numbers from the group's start.
-template <class Format, class Work>
-INLINE void with_group(const char *run, const Scales<Format> &scales, int64_t first, unsigned group, Work work) {
+template <class Format>
+INLINE void with_group(const char *run, const Scales<Format> &scales, int64_t first, unsigned group, auto work) {
     using Low = typename Format::Low;
     auto scaled = [&](int at, IntReg integers) {
         const int64_t part = first + (GROUP * group + at) / (GROUP / Format::num_parts);
