@@ -53,6 +53,11 @@ INLINE I32 widen(Bytes bytes) {
     return out;
 }
 
+INLINE uint32_t load_u16(const char *source) {
+    uint16_t value;
+    memcpy(&value, source, sizeof value);
+    return value;
+}
 // The lower 16 bits of each lane.
 INLINE void store_low_halves(char *target, I32 value) {
 #if defined(__AVX512F__)

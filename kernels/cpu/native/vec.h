@@ -72,6 +72,12 @@ INLINE F32 load(const void *source) {
 INLINE void store(void *target, F32 value) {
     for (int i = 0; i < REGS; i++) memcpy((char *)target + sizeof(FloatReg) * i, &value.reg[i], sizeof(FloatReg));
 }
+// Up to eight bytes, the first one lowest.
+INLINE uint64_t load_bits(const char *source, int num_bytes) {
+    uint64_t bits = 0;
+    memcpy(&bits, source, num_bytes);
+    return bits;
+}
 
 constexpr int LINE_BYTES = 64;  // of a cache
 // Level 1 to 3 is the cache to load into; any address is allowed.

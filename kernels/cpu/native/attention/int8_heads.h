@@ -39,8 +39,4 @@ INLINE void quantize_head(const char *source, int64_t size, char *codes, char *s
     }
     memcpy(scale, &bits, SCALE_BYTES);
 }
-INLINE F32 load_scale(const char *scale) {
-    uint16_t bits;
-    memcpy(&bits, scale, sizeof bits);
-    return splat(float_of((uint32_t)bits << 16));
-}
+INLINE F32 load_scale(const char *scale) { return splat(float_of(load_u16(scale) << 16)); }

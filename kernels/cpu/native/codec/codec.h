@@ -98,8 +98,8 @@ constexpr int BLOCK = 1024;
 // Stores a group's numbers, or adds them to those of an earlier message.
 typedef void (*DecodeGroup)(const Message &, int64_t group, bool turns_back, float *sums, bool adds);
 DecodeGroup group_decoder(const tw_block_format &format);
-// Encodes `count` numbers, at most BLOCK, as groups of the message from `group` on. `carried`: null, or of these groups.
-typedef void (*EncodeBlock)(const Message &, int64_t group, const float *sums, int64_t count, bool rotates, char *carried);
+// Encodes `count` float32 numbers, at most BLOCK, as groups of the message from `group` on. `carried`: null, or of these groups.
+typedef void (*EncodeBlock)(const Message &, int64_t group, const char *sums, int64_t count, bool rotates, char *carried);
 EncodeBlock block_encoder(const tw_block_format &format);
 
 INLINE char *carried_at(address carried, int64_t first) { return carried ? (char *)carried + BFloat16::size * first : nullptr; }

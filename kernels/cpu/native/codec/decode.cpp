@@ -4,11 +4,6 @@
 namespace {
 constexpr uint32_t INFINITE_BF16 = 0x7F80;
 
-INLINE uint32_t load_u16(const char *source) {
-    uint16_t value;
-    memcpy(&value, source, sizeof value);
-    return value;
-}
 INLINE float from_bf16(uint32_t bits) { return float_of(bits << 16); }
 
 // A bfloat16 number that is finite and at least 2^-100 in size.
@@ -113,7 +108,6 @@ void decode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
     }
 }
 
-// Stores a group's numbers, or adds them to those of an earlier message.
 template <class Shape>
 void decode_to_sums(const Message &message, int64_t group, bool turns_back, float *sums, bool adds) {
     F32 x[Shape::num_vectors];
@@ -171,6 +165,7 @@ void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t sto
         }
         // Numbers that are still rotated fill their groups.
         const int64_t kept = stay_rotated ? num_groups * size : count;
-        encode(out, first / out_size, sums, kept, out_format.hadamard && !stay_rotated, carried_at(args.carried, first));
+        encode(out, first / out_size, (const char *)sums, kept, out_format.hadamard && !stay_rotated,
+               carried_at(args.carried, first));
     }
 }

@@ -162,7 +162,7 @@ __attribute__((noinline)) void store_block(const Block &block, const Message &me
     }
 }
 
-// Encodes `count` numbers, at most BLOCK, as groups of the message from `group` on. `carried`: null, or of these groups.
+// EncodeBlock, of numbers of any kind.
 template <class Shape, class Number>
 __attribute__((noinline)) void encode_block(const Message &message, int64_t group, const char *source, int64_t count,
                                             bool rotates, char *carried) {
@@ -190,15 +190,10 @@ void encode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
         }
     });
 }
-
-template <class Shape>
-void encode_sums(const Message &message, int64_t group, const float *sums, int64_t count, bool rotates, char *carried) {
-    encode_block<Shape, Float32>(message, group, (const char *)sums, count, rotates, carried);
-}
 }  // namespace
 
 EncodeBlock block_encoder(const tw_block_format &format) {
-    return with_shape(format, []<class Shape>(Shape) -> EncodeBlock { return encode_sums<Shape>; });
+    return with_shape(format, []<class Shape>(Shape) -> EncodeBlock { return encode_block<Shape, Float32>; });
 }
 
 void tw_encode(const void *code_args, int64_t start, int64_t stop) {

@@ -34,8 +34,7 @@ struct Plane {
     static I32 load(const char *plane, int at) {
         Bytes packed;
         if constexpr (is_narrow) {
-            uint64_t few = 0;
-            memcpy(&few, plane, bytes);
+            const uint64_t few = load_bits(plane, bytes);
             packed = bytes == 8 ? (Bytes)(TwoWords{} + few) : (Bytes)(FourWords{} + (uint32_t)few);
         } else {
             memcpy(&packed, plane + at % bytes, sizeof packed);

@@ -38,11 +38,6 @@ struct BlockFormat {
     static auto minimum(auto source, unsigned) { return source.half(2); }
 };
 
-INLINE uint64_t load_bits(const char *source, int num_bytes) {
-    uint64_t bits = 0;
-    memcpy(&bits, source, num_bytes);
-    return bits;
-}
 constexpr uint64_t EACH_BYTE = 0x0101010101010101;
 INLINE I32 widen_bytes(uint64_t low, uint64_t high) { return widen((Bytes)TwoWords{low, high}); }
 
