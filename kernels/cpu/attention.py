@@ -72,25 +72,19 @@ def cut_into_tiles(
 
     ``indices`` are the tensors of ``PackedSequences``.
     """
-    block_table_BM = indices[2]
-    num_seqs, max_blocks = block_table_BM.shape
+    start, lens, table = indices
+    num_seqs, max_blocks = table.shape
     tiles_W3 = torch.empty(num_tokens // tile_tokens + num_seqs, 3, dtype=torch.int64)
     places = addresses(*indices, tiles_W3)
-    table = block_table_BM.stride(0) * 4, max_blocks, num_blocks, tokens_per_block
-    plan: Any = struct("tw_plan_args", (*places, num_seqs, num_tokens, tile_tokens, *table))
-    impossible = lib.tw_plan_tiles(plan)
-    if impossible >= 0:
-        raise ValueError(_impossible(impossible, num_tokens, *indices, num_blocks, tokens_per_block))
+    blocks = table.stride(0) * 4, max_blocks, num_blocks, tokens_per_block
+    plan: Any = struct("tw_plan_args", (*places, num_seqs, num_tokens, tile_tokens, *blocks))
+    wrong = lib.tw_plan_tiles(plan)  # a sequence, or their number
+    if wrong == len(lens):
+        raise ValueError(f"query starts go from {int(start[0])} to {int(start[-1])}, but q has rows 0 to {num_tokens}")
+    if wrong >= 0:
+        raise ValueError(
+            f"sequence {wrong} has query rows {int(start[wrong])} to {int(start[wrong + 1])} of {num_tokens}, a context of "
+            f"{int(lens[wrong])} tokens and the blocks {table[wrong].tolist()}; the queries must be the context's last tokens, "
+            f"and every {tokens_per_block} tokens of context need a block of the {num_blocks} there are"
+        )
     return Tiles(tiles_W3, plan.num_tiles, plan.num_keys)
-
-
-def _impossible(
-    seq: int, num_tokens: int, start: Tensor, lens: Tensor, table: Tensor, num_blocks: int, tokens_per_block: int
-) -> str:
-    if seq == len(lens):
-        return f"query starts go from {int(start[0])} to {int(start[-1])}, but q has rows 0 to {num_tokens}"
-    return (
-        f"sequence {seq} has query rows {int(start[seq])} to {int(start[seq + 1])} of {num_tokens}, a context of "
-        f"{int(lens[seq])} tokens and the blocks {table[seq].tolist()}; the queries must be the context's last tokens, "
-        f"and every {tokens_per_block} tokens of context need a block of the {num_blocks} there are"
-    )

@@ -1,12 +1,7 @@
-"""Matrix products on CPU whose rows do not depend on how many there are, and unpacking of packed weights.
+"""Matrix products on CPU, and unpacking of packed weights: the host of native/linear. ``kernels.linear`` has the reasons.
 
-The host of native/linear. torch's product reads the weights at half the memory's speed when there are few rows, and in
-float32 it gives a row other bits when it is alone. Here an output's bits depend on its row of x and its row of weights only,
-not on the number of rows or threads.
-
-On CPUs with AVX512-BF16 or AMX bfloat16 numbers are multiplied as they are, in pairs; elsewhere they are widened to float32.
-Packed weights give the bits of the same numbers in float32, or in bfloat16 where bfloat16 is multiplied in pairs; or those
-of ``packed_int8`` where their format says so.
+An output's bits depend on its row of x and its row of weights only, not on the number of rows or threads. On CPUs with
+AVX512-BF16 or AMX bfloat16 numbers are multiplied as they are, in pairs; elsewhere they are widened to float32.
 """
 
 from dataclasses import replace

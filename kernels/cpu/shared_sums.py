@@ -26,16 +26,10 @@ _PR_SET_TIMERSLACK = 29
 def make_board(
     own: int, places: Sequence[tuple[int, tuple[int, int]]], *, num_spins: int, num_naps: int, chunk_bytes: int
 ) -> Any:
-    """Return a ``tw_board *`` for kernels; keep it alive as long as they run.
+    """Return a ``tw_board *`` for kernels, whose fields these are; keep it alive as long as they run.
 
-    Args:
-        own: the calling process's index in ``places``.
-        places: for each process the addresses of its line and of its two buffers, in the calling process's memory.
-        num_spins: looks at another's turn before the core is offered to others.
-        num_naps: sleeps before a kernel returns because a process is late.
-        chunk_bytes: the most that a turn may write into a buffer, a multiple of 64.
-    Raises:
-        RuntimeError: this machine has no compiled kernels.
+    ``places`` are for each process the addresses of its line and of its two buffers, in the calling process's memory.
+    Raises RuntimeError if this machine has no compiled kernels.
     """
     if not available():
         raise RuntimeError("sums over shared memory need the compiled CPU kernels")

@@ -186,9 +186,7 @@ int64_t clock_ns() {
 }  // namespace
 
 void tw_publish(const tw_board *board, int64_t turn, int64_t call) { publish(*board, turn, call); }
-
 int64_t tw_wait_for(const tw_board *board, int64_t process, int64_t turn) { return has_published(*board, process, turn); }
-
 int64_t tw_wait_for_all(const tw_board *board, int64_t turn) { return all_have_published(*board, turn); }
 
 int64_t tw_one_shot(const tw_board *board, address x, address out, int64_t num_elems, int64_t kind, int64_t step) {

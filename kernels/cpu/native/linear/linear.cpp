@@ -266,7 +266,6 @@ void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
 }
 
 int64_t tw_panel(void) { return PANEL; }
-
 int64_t tw_has_pairs(void) { return PAIRS; }
 
 int64_t tw_prepared_bytes(const void *rows_args) {
