@@ -78,13 +78,13 @@ def cut_into_tiles(
     places = addresses(*indices, tiles_W3)
     blocks = table.stride(0) * 4, max_blocks, num_blocks, tokens_per_block
     plan: Any = struct("tw_plan_args", (*places, num_seqs, num_tokens, tile_tokens, *blocks))
-    wrong = lib.tw_plan_tiles(plan)  # a sequence, or their number
-    if wrong == len(lens):
+    seq = lib.tw_plan_tiles(plan)  # the first that is impossible, or their number; else -1
+    if seq == len(lens):
         raise ValueError(f"query starts go from {int(start[0])} to {int(start[-1])}, but q has rows 0 to {num_tokens}")
-    if wrong >= 0:
+    if seq >= 0:
         raise ValueError(
-            f"sequence {wrong} has query rows {int(start[wrong])} to {int(start[wrong + 1])} of {num_tokens}, a context of "
-            f"{int(lens[wrong])} tokens and the blocks {table[wrong].tolist()}; the queries must be the context's last tokens, "
-            f"and every {tokens_per_block} tokens of context need a block of the {num_blocks} there are"
+            f"sequence {seq} has query rows {int(start[seq])} to {int(start[seq + 1])} of {num_tokens}, a context of "
+            f"{int(lens[seq])} tokens and the blocks {table[seq].tolist()}; the queries must be the context's last "
+            f"tokens, and every {tokens_per_block} tokens of context need a block of the {num_blocks} there are"
         )
     return Tiles(tiles_W3, plan.num_tiles, plan.num_keys)

@@ -8,11 +8,6 @@ from tightwire.kernels.cuda.block_tiles import decode_row, encode_row, stays_rot
 from tightwire.kernels.cuda.numbers import add_tiles, load_tiles, store_tiles
 
 
-@triton.constexpr_function
-def _stays_rotated(fmt, out_fmt):
-    return fmt is not None and out_fmt is not None and stays_rotated(fmt, out_fmt)
-
-
 # One kernel for every rank: otherwise rank 1, which Triton would specialize, compiles again while the others wait.
 @triton.jit(do_not_specialize=["rank", "max_polls"])
 def one_shot_kernel(
@@ -78,7 +73,7 @@ def two_shot_kernel(
     end_call(headers, rank, number, dead, late, failure)
 
 
-# --- what a block does with its rows ------------------------------------------------------------------------------------
+# --- what a block does with its rows ----------------------------------------------------------------------------------
 
 # Loops have no range(): the interpreter of Triton 3.6 fails on it with NumPy 2.4.
 
@@ -109,7 +104,7 @@ def _add(
     tiling: tl.constexpr,
 ):
     """Sum the numbers at offset ``at`` of all processes' buffers to ``target``; NaN unless ``valid``."""
-    rotated: tl.constexpr = _stays_rotated(fmt, out_fmt)
+    rotated: tl.constexpr = stays_rotated(fmt, out_fmt)
     row = tl.program_id(0) * tiling.rows
     while row < tl.cdiv(num_elems, tiling.elems):
         row_B = row + tl.arange(0, tiling.rows).to(tl.int64)

@@ -27,6 +27,8 @@ _TO_WHOLE = tl.constexpr(12582912.0)
 @triton.constexpr_function
 def stays_rotated(fmt, out_fmt):
     """Return True if a sum of messages in ``fmt``, encoded as ``out_fmt``, is computed from rotated numbers."""
+    if fmt is None or out_fmt is None:
+        return False
     return fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
 
 

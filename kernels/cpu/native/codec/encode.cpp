@@ -68,11 +68,10 @@ __attribute__((noinline)) void fill_block(Block &block, const char *source, int6
             UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++)
                 x[i] = x[i] + BFloat16::load(carried + BFloat16::size * (first + LANES * i));
         }
-        if (IS_SYMMETRIC) {
+        if (IS_SYMMETRIC)
             block.largest[group] = find_largest(x);
-        } else {
+        else
             find_extremes(x, block.low[group], block.high[group]);
-        }
         UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) store(block.numbers + first + LANES * i, x[i]);
     }
 }
@@ -176,20 +175,6 @@ __attribute__((noinline)) void encode_block(const Message &message, int64_t grou
     scale_block<Shape, false>(block, message, group);
     store_block<Shape, false>(block, message, group, carried);
 }
-
-template <class Shape>
-void encode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
-    const Message message(args.message, args.format, args.num_elems);
-    const int64_t end = stop * Shape::size < args.num_elems ? stop * Shape::size : args.num_elems;
-    with_kind(args.kind, [&]<class Number>(Number) {
-        for (int64_t first = start * Shape::size; first < end; first += BLOCK) {
-            const char *source = (const char *)args.numbers + Number::size * first;
-            const int64_t count = end - first < BLOCK ? end - first : BLOCK;
-            char *carried = carried_at(args.carried, first);
-            encode_block<Shape, Number>(message, first / Shape::size, source, count, args.format.hadamard, carried);
-        }
-    });
-}
 }  // namespace
 
 EncodeBlock block_encoder(const tw_block_format &format) {
@@ -198,5 +183,16 @@ EncodeBlock block_encoder(const tw_block_format &format) {
 
 void tw_encode(const void *code_args, int64_t start, int64_t stop) {
     const tw_code_args &args = *(const tw_code_args *)code_args;
-    with_shape(args.format, [&]<class Shape>(Shape) { encode_groups<Shape>(args, start, stop); });
+    with_shape(args.format, [&]<class Shape>(Shape) {
+        const Message message(args.message, args.format, args.num_elems);
+        const int64_t end = least(stop * Shape::size, args.num_elems);
+        with_kind(args.kind, [&]<class Number>(Number) {
+            for (int64_t first = start * Shape::size; first < end; first += BLOCK) {
+                const char *source = (const char *)args.numbers + Number::size * first;
+                const int64_t count = least(end - first, BLOCK);
+                char *carried = carried_at(args.carried, first);
+                encode_block<Shape, Number>(message, first / Shape::size, source, count, args.format.hadamard, carried);
+            }
+        });
+    });
 }
