@@ -23,6 +23,7 @@ class Setting(msgspec.Struct, frozen=True):
     num_nodes: int
     dtype: str
     link: str = ""  # the emulated link between the nodes
+    coded: bool = False  # long messages between nodes are coded without loss (``transport.wire_codec``)
 
     @property
     def elem_bytes(self) -> int:
@@ -31,7 +32,7 @@ class Setting(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         behind = f", link: {self.link}" if self.link else ""
-        return f"{self.world_size} ranks{nodes}, {self.dtype} on {self.device} over {self.transport}{behind}"
+        return f"{self.world_size} ranks{nodes}, {'coded-' * self.coded}{self.dtype} on {self.device} over {self.transport}{behind}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from tightwire.comm.all_reduce.entry import Setting, Work
 from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.link.link import Link
+from tightwire.comm.transport import wire_codec
 
 _MIB = 1 << 20
 
@@ -103,14 +104,25 @@ class CostModel:
         link, between = self._costs(name)
         kind = parse_all_reduce(name).rounds
         round_us = {"kernel": link.round, "message": link.message_round, "library": link.native_round}[kind]
-        mib_us = link.native_mib if kind == "library" else link.mib
-        moving_us = work.rounds * round_us + work.sent_bytes / _MIB * mib_us
-        moving_us += work.node_rounds * between.message_round + work.node_bytes / _MIB * between.mib
+        sent_us = work.sent_bytes / _MIB * (link.native_mib if kind == "library" else link.mib)
+        across_us, coding_us = work.node_bytes / _MIB * between.mib, 0.0
+        if self._is_coded(name, num_bytes):
+            coding_us = 2 * (work.node_bytes or work.sent_bytes) / _MIB * wire_codec.CODING_US_A_MIB
+            if work.node_bytes:
+                across_us *= wire_codec.USUAL_SHARE
+            else:
+                sent_us *= wire_codec.USUAL_SHARE
+        moving_us = work.rounds * round_us + sent_us + work.node_rounds * between.message_round + across_us
         row = self._computing.get(name)
         if row is None:
-            return _computing_us(work, link, between), moving_us
+            return coding_us + _computing_us(work, link, between), moving_us
         computing_us = _read_off(row, num_bytes, lambda size: _computing_us(self._work(name, size), link, between))
-        return computing_us, moving_us
+        return coding_us + computing_us, moving_us
+
+    def _is_coded(self, name: str, num_bytes: int) -> bool:
+        entry, slice_bytes = parse_all_reduce(name), num_bytes / self.setting.world_size
+        plain = entry.lossless and entry.rounds != "library"
+        return self.setting.coded and plain and slice_bytes >= wire_codec.LEAST_BYTES
 
     def _work(self, name: str, num_bytes: int) -> Work:
         parsed = parse_all_reduce(name)

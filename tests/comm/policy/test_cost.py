@@ -1,6 +1,7 @@
 """Predicted times: bytes agree with the algorithms' formulas, measurements replace seeds, quantizing pays below a crossover rate."""
 
 import pytest
+from msgspec.structs import replace
 
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.make import make_all_reduce
@@ -9,6 +10,7 @@ from tightwire.comm.group.group import in_process_groups
 from tightwire.comm.group.nodes import in_process_node_groups
 from tightwire.comm.link.link import Link
 from tightwire.comm.policy.cost import LINK_COSTS, CostModel, size_grid
+from tightwire.comm.transport.wire_codec import CODING_US_A_MIB, USUAL_SHARE
 
 
 def setting(world_size: int = 2, transport: str = "shared-memory", num_nodes: int = 1, device: str = "cpu") -> Setting:
@@ -178,3 +180,23 @@ def test_a_codec_that_packs_planes_or_small_groups_takes_longer() -> None:
         for codec in ("int8", "int6", "int8-g32")
     )
     assert plain < small < planes
+
+
+@pytest.mark.parametrize(
+    ("name", "crossing"), [("two-shot", 2 * 3 / 4), ("ring", 2 * 3 / 4), ("hierarchical", 2 * 1 / 2 / 2)]
+)
+def test_coded_sums_move_as_on_a_faster_wire_and_take_the_time_to_code(name: str, crossing: float) -> None:
+    plain = setting(4, "sockets", 2)
+    coded = CostModel(replace(plain, coded=True), wire=Link("200mbit", 25e6))
+    faster = CostModel(plain, wire=Link("", 25e6 / USUAL_SHARE))
+    computing_us, moving_us = coded.parts_us(name, 4 * _MIB)
+    assert moving_us == pytest.approx(faster.parts_us(name, 4 * _MIB)[1])
+    coding_us = 2 * 4 * crossing * CODING_US_A_MIB
+    assert computing_us == pytest.approx(faster.parts_us(name, 4 * _MIB)[0] + coding_us)
+
+
+@pytest.mark.parametrize(("name", "num_bytes"), [("two-shot", 100 << 10), ("flash-int8", 4 << 20), ("native", 4 << 20)])
+def test_short_messages_encoded_ones_and_a_library_s_are_not_coded(name: str, num_bytes: int) -> None:
+    plain, wire = setting(2, "sockets", 2), Link("200mbit", 25e6)
+    coded = CostModel(replace(plain, coded=True), wire=wire)
+    assert coded.parts_us(name, num_bytes) == CostModel(plain, wire=wire).parts_us(name, num_bytes)
