@@ -53,5 +53,7 @@ def arrange(matrix: Weight) -> Weight:
     if isinstance(matrix, Tensor):
         return matrix
     if matrix.device.type == "cuda":
-        return triton_kernels().order_by_plane(matrix)
+        from tightwire.kernels.cuda.packed_blocks import order_by_plane
+
+        return order_by_plane(matrix)
     return interleave_cpu(matrix) if matrix.format.int8_activations and available() else matrix

@@ -17,13 +17,15 @@ def launch(
     *args: object,
     num_warps: int = NUM_WARPS,
     num_stages: int = NUM_STAGES,
+    maxnreg: int | None = None,
 ) -> None:
     """Run ``num_programs`` of ``kernel`` on ``device``, in its current stream; CPU tensors go to Triton's interpreter.
 
     Multiplications and additions are not fused: fused ones round once where the references round twice.
     """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[(num_programs,)](*args, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False)
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+        kernel[(num_programs,)](*args, **options, enable_fp_fusion=False)
 
 
 def padded(size: int, at_least: int = 1) -> int:

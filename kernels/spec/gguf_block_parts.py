@@ -7,18 +7,13 @@ from torch import Tensor
 
 from tightwire.kernels.spec.gguf_blocks import PackedFormat
 
-IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-
-# Codes (..., numbers), integers of each scale (..., scales) and of each minimum, of blocks (..., bytes).
-_Parts = tuple[Tensor, Tensor | None, Tensor | None]
-
 
 def parts_of(blocks: Tensor, packed: PackedFormat) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes (..., scales, ``scale_elems``) without bias, scales (..., scales, 1) and minima alike, all float32."""
-    codes, scale_integers, minimum_integers = _READERS[packed.name](blocks.int())
+    block = blocks.int()
+    scale_integers, minimum_integers = _INTEGERS.get(packed.name, lambda block: (None, None))(block)
     if packed.name == "MXFP4":
-        exponents = blocks[..., :1].int()
+        exponents = block[..., :1]
         scales = torch.where(exponents < 2, 0x200000 << exponents, (exponents - 1) << 23).view(torch.float32)
     else:
         scales = _float16(blocks, packed.floats_at)
@@ -27,8 +22,22 @@ def parts_of(blocks: Tensor, packed: PackedFormat) -> tuple[Tensor, Tensor, Tens
         scales = scales * scale_integers.float()
     if minima is not None and minimum_integers is not None:
         minima = -(minima * minimum_integers.float())
-    codes = codes.float().unflatten(-1, (-1, packed.scale_elems))
+    codes = _codes(block, packed).float().unflatten(-1, (-1, packed.scale_elems))
     return codes, scales[..., None], None if minima is None else minima[..., None]
+
+
+def _codes(block: Tensor, packed: PackedFormat) -> Tensor:
+    own, elems = packed.codes, packed.block_elems
+    codes = _fields(block[..., own.at : own.at + elems * own.bits // 8], own.bits, own.run)
+    if own.high_bits:
+        high = block[..., own.high_at : own.high_at + elems * own.high_bits // 8]
+        codes |= _fields(high, own.high_bits, own.high_run) << own.bits
+    if own.fifths_at:
+        fifths = block[..., own.fifths_at : own.fifths_at + 4, None]
+        codes |= (fifths >> torch.arange(8, dtype=block.dtype, device=block.device) & 1).flatten(-2) << 4
+    if own.table:
+        return torch.tensor(own.table, device=block.device)[codes]
+    return codes.to(torch.int8) if own.bits == 8 else codes - own.offset
 
 
 def _float16(blocks: Tensor, at: int) -> Tensor:
@@ -36,25 +45,9 @@ def _float16(blocks: Tensor, at: int) -> Tensor:
 
 
 def _fields(plane: Tensor, bits: int, run: int) -> Tensor:
-    """Codes of ``bits`` of a plane: the lowest bits of ``run`` bytes, then their next bits, ..., then the next bytes."""
+    """Codes of ``bits`` of a plane (``gguf_blocks.Codes``)."""
     shifts = torch.arange(0, 8, bits, dtype=plane.dtype, device=plane.device)[:, None]
     return (plane.unflatten(-1, (-1, 1, run)) >> shifts & (1 << bits) - 1).flatten(-3)
-
-
-def _five_bits(block: Tensor) -> Tensor:
-    """Of four bytes of fifth bits in order, then sixteen of low bits."""
-    fifth = block[..., :4, None] >> torch.arange(8, dtype=block.dtype, device=block.device) & 1
-    return _fields(block[..., 4:], 4, 16) | fifth.flatten(-2) << 4
-
-
-def _from_table(table: tuple[int, ...], plane: Tensor) -> Tensor:
-    return torch.tensor(table, device=plane.device)[_fields(plane, 4, 16)]
-
-
-def _q3_k(block: Tensor) -> _Parts:
-    high = _fields(block[..., :32], 1, 32)
-    scales = _fields(block[..., 96:104], 4, 8) | _fields(block[..., 104:108], 2, 4) << 4
-    return (_fields(block[..., 32:96], 2, 32) | high << 2) - 4, scales - 32, None
 
 
 def _twelve_bytes(block: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,32 +59,12 @@ def _twelve_bytes(block: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _q6_k(block: Tensor) -> _Parts:
-    low, high = _fields(block[..., :128], 4, 64), _fields(block[..., 128:192], 2, 32)
-    return (low | high << 4) - 32, block[..., 192:208].to(torch.int8), None
-
-
-def _iq4_xs(block: Tensor) -> _Parts:
-    low = _fields(block[..., 4:8], 4, 1)
-    high = _fields(block[..., 2:4], 2, 1)
-    return _from_table(IQ4_TABLE, block[..., 8:]), (low | high << 4) - 32, None
-
-
-_READERS: dict[str, Callable[[Tensor], _Parts]] = {
-    "Q8_0": lambda block: (block[..., 2:].to(torch.int8), None, None),
-    "Q4_0": lambda block: (_fields(block[..., 2:], 4, 16) - 8, None, None),
-    "Q4_1": lambda block: (_fields(block[..., 4:], 4, 16), None, None),
-    "Q5_0": lambda block: (_five_bits(block[..., 2:]) - 16, None, None),
-    "Q5_1": lambda block: (_five_bits(block[..., 4:]), None, None),
-    "IQ4_NL": lambda block: (_from_table(IQ4_TABLE, block[..., 2:]), None, None),
-    "MXFP4": lambda block: (_from_table(MXFP4_TABLE, block[..., 1:]), None, None),
-    "Q2_K": lambda block: (_fields(block[..., 16:80], 2, 32), block[..., :16] & 15, block[..., :16] >> 4),
-    "Q3_K": _q3_k,
-    "Q4_K": lambda block: (_fields(block[..., 16:], 4, 32), *_twelve_bytes(block)),
-    "Q5_K": lambda block: (
-        _fields(block[..., 48:], 4, 32) | _fields(block[..., 16:48], 1, 32) << 4,
-        *_twelve_bytes(block),
-    ),
-    "Q6_K": _q6_k,
-    "IQ4_XS": _iq4_xs,
+# The integers of each scale (..., scales) and of each minimum, of blocks (..., bytes).
+_INTEGERS: dict[str, Callable[[Tensor], tuple[Tensor | None, Tensor | None]]] = {
+    "Q2_K": lambda block: (block[..., :16] & 15, block[..., :16] >> 4),
+    "Q3_K": lambda block: ((_fields(block[..., 96:104], 4, 8) | _fields(block[..., 104:108], 2, 4) << 4) - 32, None),
+    "Q4_K": _twelve_bytes,
+    "Q5_K": _twelve_bytes,
+    "Q6_K": lambda block: (block[..., 192:208].to(torch.int8), None),
+    "IQ4_XS": lambda block: ((_fields(block[..., 4:8], 4, 1) | _fields(block[..., 2:4], 2, 1) << 4) - 32, None),
 }

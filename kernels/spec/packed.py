@@ -17,7 +17,7 @@ class PackedMatrix:
     """(O, D) numbers as blocks: (O, bytes of a row) uint8, contiguous rows of whole blocks.
 
     In an ``interleaved`` matrix each full 16 rows lie side by side (``packed_int8.interleave_reference``), in a ``by_plane`` one
-    the codes of a row come before its scales (``cuda.linear_packed.order_by_plane``).
+    the codes of a row come before its scales (``cuda.packed_blocks.order_by_plane``).
     """
 
     blocks_OB: Tensor

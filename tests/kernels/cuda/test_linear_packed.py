@@ -15,7 +15,7 @@ pytestmark = needs_triton
 
 
 def _by_plane(weight: PackedMatrix) -> PackedMatrix:
-    from tightwire.kernels.cuda.linear_packed import order_by_plane
+    from tightwire.kernels.cuda.packed_blocks import order_by_plane
 
     return order_by_plane(replace(weight, blocks_OB=weight.blocks_OB.clone()))
 
@@ -30,25 +30,39 @@ def _check(group: Group) -> None:
             x = torch.randn(num_rows, depth + 3, generator=generator).to(dtype)[:, :depth]
             weight = common_blocks(packed, num_outputs, depth)
             bias = torch.randn(num_outputs, generator=generator).to(dtype)
-            numbers = dequantize_reference(weight, dtype)
+            numbers, minima = dequantize_reference(weight, torch.float32), _minima(weight)
             product = linear_packed(x, weight, bias)
-            _assert_close(product, x, numbers, bias)
+            _assert_close(product, x, numbers, minima, bias)
             assert torch.equal(linear_packed(x, _by_plane(weight), bias), product), packed.name
             if packed in (
                 Q4_1,
                 Q8_0,
             ):  # without a bias, and not rounded to the dtype: the same after each format's product
-                _assert_close(linear_packed(x, weight, None), x, numbers, None)
+                _assert_close(linear_packed(x, weight, None), x, numbers, minima, None)
                 unrounded = linear_packed(x, weight, None, torch.float32)
                 assert unrounded.dtype == torch.float32
-                _assert_close(unrounded, x, numbers, None)
+                _assert_close(unrounded, x, numbers, minima, None)
 
 
-def _assert_close(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _minima(weight: PackedMatrix) -> torch.Tensor:
+    """What is added to each number of ``weight``: the numbers whose codes are 0."""
+    packed = weight.format
+    if not packed.has_minimum:
+        return torch.zeros(weight.shape)
+    blocks_OGB = weight.blocks_OB.clone().unflatten(1, (-1, packed.block_bytes))
+    for plane in packed.codes.planes(packed.block_elems):
+        blocks_OGB[:, :, plane.start : plane.stop] = 0
+    return dequantize_reference(replace(weight, blocks_OB=blocks_OGB.flatten(1)), torch.float32)
+
+
+def _assert_close(
+    got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, minima: torch.Tensor, bias: torch.Tensor | None
+) -> None:
     """One rounding to the dtype, and D + 1 of float32 on the way, each of no more than all sizes summed."""
     added = 0.0 if bias is None else bias.double()
     want = x.double() @ weight.double().T + added
-    sizes = x.double().abs() @ weight.double().abs().T + abs(added)
+    weight_sizes = (weight.double() - minima).abs() + minima.double().abs()
+    sizes = x.double().abs() @ weight_sizes.T + abs(added)
     bound = (x.shape[1] + 1) * torch.finfo(torch.float32).eps / 2 * sizes
     bound = bound + torch.finfo(got.dtype).eps / 2 * (want.abs() + bound) + torch.finfo(got.dtype).tiny
     assert got.shape == want.shape and bool(((got.double() - want).abs() <= bound).all())
@@ -84,21 +98,21 @@ def _check_unpacked(group: Group) -> None:
 def test_a_row_by_plane_has_its_planes_in_one_piece_each_and_then_its_scales(
     packed: PackedFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tightwire.kernels.cuda import linear_packed
+    from tightwire.kernels.cuda import packed_blocks
 
     weight, count = common_blocks(packed, 9, 3 * packed.block_elems), packed.block_bytes
     kept = weight.blocks_OB.clone()
-    monkeypatch.setattr(linear_packed, "_ROWS_MOVED", 4)
-    ordered = linear_packed.order_by_plane(weight)
+    monkeypatch.setattr(packed_blocks, "_ROWS_MOVED", 4)
+    ordered = packed_blocks.order_by_plane(weight)
     assert ordered.by_plane and ordered.blocks_OB is weight.blocks_OB and ordered.shape == (9, 3 * packed.block_elems)
-    planes = linear_packed._FIELDS[packed.name].planes(packed.block_elems)
+    planes = packed.codes.planes(packed.block_elems)
     codes = [byte for plane in planes for byte in plane]
     order = [*map(list, planes), [byte for byte in range(count) if byte not in codes]]
     assert sum(map(len, order)) == count and len(codes) == packed.block_elems * packed.bits // 8
     want = torch.cat([kept[:, [block * count + byte for block in range(3) for byte in piece]] for piece in order], 1)
     assert torch.equal(ordered.blocks_OB, want)
     with pytest.raises(AssertionError):
-        linear_packed.order_by_plane(ordered)
+        packed_blocks.order_by_plane(ordered)
     assert (
         torch.equal(ordered.take(torch.tensor([7, 0])).blocks_OB, want[[7, 0]])
         and ordered.take(torch.tensor([1])).by_plane

@@ -62,11 +62,11 @@ def _codec(name: str) -> Run:
 
 
 def _packed(name: str) -> Run:
-    from tightwire.kernels.cuda import linear_packed
+    from tightwire.kernels.cuda import linear_packed, packed_blocks
 
     packed, x = PACKED_FORMATS[name], torch.empty(1, 4096, dtype=BF16)
     blocks = torch.zeros(256, packed.row_bytes(4096), dtype=torch.uint8)
-    weight = linear_packed.order_by_plane(PackedMatrix(blocks, packed))
+    weight = packed_blocks.order_by_plane(PackedMatrix(blocks, packed))
     return lambda: (linear_packed.linear_packed(x, weight, None), linear_packed.unpack_packed(weight, BF16))
 
 
