@@ -98,7 +98,7 @@ gpu-wheels:
 
 # All cases of tests of which `make test` runs a few; about five minutes of CPU.
 aot: $(installed_dev)
-	TIGHTWIRE_AOT=1 $(pytest) -n $(WORKERS) tests/suites/kernels/test_host_functions.py tests/suites/kernels/test_compiles.py $(ARGS)
+	TIGHTWIRE_AOT=1 $(pytest) -n $(WORKERS) $(addprefix tests/suites/kernels/test_,host_functions.py compiles.py on_ptx.py) $(ARGS)
 
 # `tightwire serve` beside the servers of vLLM, llama.cpp and transformers that bench/lab/peers/install.sh installed.
 bench: $(installed)

@@ -330,7 +330,7 @@ def _rank_main(
             except (EOFError, OSError):
                 return
             try:
-                outcome = pickle.dumps((True, _load(where)(group, *pickle.loads(args))))
+                outcome = pickle.dumps((True, load_function(*where)(group, *pickle.loads(args))))
             except Exception:  # noqa: BLE001, whatever it is goes to the parent
                 outcome = pickle.dumps((False, traceback.format_exc()))
             try:
@@ -347,8 +347,8 @@ def _where(fn: Callable[..., Any]) -> tuple[str, str, str]:
     return fn.__module__, str(Path(file).resolve()), fn.__qualname__
 
 
-def _load(where: tuple[str, str, str]) -> Callable[..., Any]:
-    name, path, qualname = where
+def load_function(name: str, path: str, qualname: str) -> Callable[..., Any]:
+    """A function of a module that is imported by path, under ``name``."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None, f"cannot load {path}"

@@ -1,6 +1,7 @@
-"""Host functions of kernels on CPU tensors, whose kernels are compiled for a GPU that is not there, and not started.
+"""Host functions of kernels on CPU tensors, whose kernels are compiled for a GPU that is not there.
 
-So types, alignments and constants are those of a real launch. ``compiled(capability)`` collects what ptxas said of each.
+So types, alignments and constants are those of a real launch. ``compiled(capability)`` collects what ptxas said of each. It starts none, or
+runs what they compile to on this CPU.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from helpers.ptx.kernel import PtxKernel
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}  # that one program may have
 _PROCESSORS = {80: 108, 86: 82, 89: 142, 90: 132}
@@ -24,9 +26,24 @@ class Compiled(NamedTuple):
     ptx: str
 
 
+_ptx: dict[str, str] = {}  # by the kernel's hash
+
+
+def _passed(kind: Any, argument: Any) -> Iterator[Any]:
+    """What a launch passes of an argument of type ``kind``: no constants."""
+    if isinstance(kind, tuple):
+        for part in zip(kind, argument, strict=True):
+            yield from _passed(*part)
+    elif kind != "constexpr":
+        yield argument
+
+
 @contextlib.contextmanager
-def compiled(capability: int) -> Iterator[list[Compiled]]:
-    """Within it launches of CPU tensors compile for ``capability``; one result for each new variant of a kernel."""
+def compiled(capability: int, runs: bool = False) -> Iterator[list[Compiled]]:
+    """Within it launches of CPU tensors compile for ``capability``; one result for each new variant of a kernel.
+
+    ``runs``: they also do what they should, as ``helpers/ptx`` says.
+    """
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
@@ -34,6 +51,17 @@ def compiled(capability: int) -> Iterator[list[Compiled]]:
     from triton.runtime.jit import JITFunction
 
     found: list[Compiled] = []
+
+    def launcher(source: Any, metadata: Any) -> Any:
+        if not runs:
+            return lambda *_: None
+        kernel = PtxKernel(_ptx[metadata.hash], metadata.shared)
+
+        def launch(num_programs: int, *given: Any) -> None:
+            arguments = zip(source.signature.values(), given[-len(source.signature) :], strict=True)
+            kernel(num_programs, *(each for kind, argument in arguments for each in _passed(kind, argument)))
+
+        return launch
 
     class Utils:
         def get_device_properties(self, device: int) -> dict[str, int]:
@@ -45,7 +73,7 @@ def compiled(capability: int) -> Iterator[list[Compiled]]:
 
     class Driver(DriverBase):
         def __init__(self) -> None:
-            self.utils, self.launcher_cls = Utils(), lambda source, metadata: lambda *_: None
+            self.utils, self.launcher_cls = Utils(), launcher
 
         @classmethod
         def is_active(cls) -> bool:
@@ -61,7 +89,7 @@ def compiled(capability: int) -> Iterator[list[Compiled]]:
             return torch.device("cpu")
 
         def get_current_device(self) -> int:
-            return capability  # kernels are kept by device
+            return capability + 1000 * runs  # kernels are kept by device
 
         def get_current_stream(self, device: int) -> int:
             return 0
@@ -78,6 +106,7 @@ def compiled(capability: int) -> Iterator[list[Compiled]]:
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             kernel: Any = compile_one(self, *args, **kwargs)
+        _ptx[kernel.hash] = kernel.asm["ptx"]
         spilled = re.search(r"(\d+) bytes spill stores", log.getvalue())
         assert spilled is not None, f"ptxas says nothing of spills: {log.getvalue()[:300]}"
         found.append(Compiled(self.fn.__name__, kernel.metadata.shared, int(spilled[1]), kernel.asm["ptx"]))

@@ -1,0 +1,85 @@
+"""Runs compiled Triton kernels on a CPU: what PTX says, instruction by instruction, without a GPU.
+
+The threads of a warp execute each instruction together. Warps run one after the other, in a random order, up to the next barrier, so
+a kernel that lacks one gives wrong numbers. An asynchronous copy arrives when it is waited for, as late as it may. A byte outside of all tensors
+and of shared memory ends the run.
+
+Not here: loops whose threads part ways, matrix units of Hopper (``wgmma``), and what no kernel of ours compiles to. It is as exact as
+PTX but for ``mma``, whose order of adding no document says: it adds in float64 and rounds once.
+"""
+
+import ctypes
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from helpers.ptx.memory import Memory, PtxError
+from helpers.ptx.numbers import LANES, Bits
+from helpers.ptx.warp import Code, Instruction, Warp
+
+_OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
+_LINE = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)")
+_PEER_BUFFERS = "tightwire-peer-buffers"  # the name of a file that processes map to sum each other's numbers
+
+
+class PtxKernel:
+    """A compiled kernel that can be called with CPU tensors and numbers, in the order of its arguments without constants."""
+
+    def __init__(self, ptx: str, shared_bytes: int) -> None:
+        head, _, body = ptx.partition(")\n")
+        self._parameters = re.findall(r"\.param \S+ .*?(\w+_param_\d+)", head)
+        found = re.search(r"\.reqntid (\d+)", body)
+        assert found is not None
+        self._num_threads, self._shared_bytes = int(found[1]), shared_bytes
+        self._instructions, self._labels = list[Instruction](), dict[str, int]()
+        body = re.sub(r"//[^\n]*", "", body[body.index("{") + 1 : body.index("$L__func_end")])
+        for label, line in re.findall(r"(\$\w+):|([^;\n{}][^;\n]*);", body):
+            if label:
+                self._labels[label] = len(self._instructions)
+            elif (line := line.strip()) and line[0] != ".":
+                parts = _LINE.fullmatch(line)
+                if parts is None:
+                    raise PtxError(f"cannot read {line!r}")
+                operands = [each.strip() for each in _OPERAND.findall(parts[4])]
+                self._instructions.append(Instruction(parts[1] == "!", parts[2] or "", parts[3], operands))
+
+    def __call__(self, num_programs: int, *arguments: torch.Tensor | float, seed: int = 0) -> None:
+        """Run all programs, one after the other."""
+        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        memory = Memory([*{first: (first, data) for first, data in map(_region, tensors)}.values(), *_peer_buffers()])
+        values = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
+        values += [0] * (
+            len(self._parameters) - len(values)
+        )  # Triton's own scratch memory, which no kernel of ours uses
+        given = dict(zip(self._parameters, values, strict=True))
+        generator = np.random.default_rng(seed)
+        with np.errstate(all="ignore"):
+            for program in range(num_programs):
+                code = Code(self._instructions, self._labels, given, program, self._num_threads)
+                shared = Memory([(0, np.zeros(self._shared_bytes, np.uint8))])
+                numbers = range(self._num_threads // LANES)
+                _run_to_end([Warp(code, number, memory, shared).run() for number in numbers], generator)
+
+
+def _run_to_end(warps: list[Iterator[None]], generator: np.random.Generator) -> None:
+    going = [True]
+    while all(going):
+        going = [next(warps[number], "ended") is None for number in generator.permutation(len(warps))]
+    if any(going):
+        raise PtxError("some warps of a program end before a barrier of the others")
+
+
+def _region(tensor: torch.Tensor) -> tuple[int, Bits]:
+    """A tensor's whole memory."""
+    own = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # pyright: ignore[reportArgumentType]
+    return own.data_ptr(), own.numpy()
+
+
+def _peer_buffers() -> Iterator[tuple[int, Bits]]:
+    """What this process maps of peer buffers, whose addresses kernels find in a tensor."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if _PEER_BUFFERS in line:
+            first, stop = (int(word, 16) for word in line.split()[0].split("-"))
+            yield first, np.ctypeslib.as_array((ctypes.c_uint8 * (stop - first)).from_address(first))

@@ -1,0 +1,117 @@
+"""What Triton compiles the kernels to, run on this CPU (``helpers/ptx``): it passes the checks that the interpreter passes.
+
+The interpreter knows neither layouts of registers nor asynchronous copies, barriers and matrix units. `make aot` runs all, `make test` the
+quick ones. Prompt attention of Hopper is left out, because the machine lacks its matrix units.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import load_function
+from helpers.kernels.compiled import compiled
+from helpers.kernels.interpreted import needs_triton
+from helpers.ptx.kernel import PtxKernel
+from helpers.ptx.memory import PtxError
+from helpers.ptx.numbers import from_bits, to_bits
+
+from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
+
+A100, H100 = 80, 90
+_CHECKED = Path(__file__).parents[2] / "kernels/cuda"
+_QUICK: list[Any] = [
+    ("layer_ops", "_check_norm", H100),
+    ("block_quant", "_check_sizes", H100),
+    ("attention", "_check_chunks", A100),
+    ("linear_packed", "_check", H100, ["Q4_0", "Q4_K", "Q6_K"]),
+]
+_MORE: list[Any] = [
+    ("layer_ops", "_check_swiglu", H100),
+    ("block_quant", "_check_hard_numbers", A100),
+    ("block_quant", "_check_decode_add", H100),
+    *(("linear_packed", "_check", A100, [name]) for name in PACKED_FORMATS),
+    ("linear_packed", "_check_unpacked", A100),
+    ("lora", "_check", H100),
+    *(("attention", f"_check_{name}", A100) for name in ("mixed", "windows_and_caps", "parts_of_groups", "8_bits")),
+]
+_HEAD = """
+.visible .entry swap(
+	.param .u64 swap_param_0,
+	.param .u64 swap_param_1
+)
+.reqntid 64
+{
+	.reg .b32 %r<4>;
+"""
+_SWAP = """
+	ld.param.b64 %rd1, [swap_param_0];
+	mov.u32 %r1, %tid.x;
+	mad.wide.u32 %rd2, %r1, 4, %rd1;
+	shl.b32 %r2, %r1, 2;
+	COPY
+	xor.b32 %r2, %r2, 252;
+	ld.shared.b32 %r3, [ %r2 + 0 ];
+	ld.param.b64 %rd3, [swap_param_1];
+	mad.wide.u32 %rd4, %r1, 4, %rd3;
+	st.global.b32 [ %rd4 + 0 ], { %r3 };
+	ret;
+$L__func_end0:
+}
+"""
+_COPY = "cp.async.ca.shared.global [ %r2 + 0 ], [ %rd2 + 0 ], 4; cp.async.commit_group;"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "case", _QUICK + _MORE * ("TIGHTWIRE_AOT" in os.environ), ids=lambda case: " ".join(map(str, case[:3]))
+)
+def test_a_check_of_the_interpreter(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, check, capability, *args = case
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with compiled(capability, runs=True) as found:
+        path = _CHECKED / f"test_{module}.py"
+        assert not load_function(f"{module}_on_ptx", str(path), check)(None, *args)
+    assert found, "nothing was compiled"
+
+
+@pytest.mark.parametrize(
+    ("copying", "is_right"),
+    [
+        (f"{_COPY} cp.async.wait_group 0; bar.sync 0;", True),
+        (f"{_COPY} cp.async.wait_group 1; bar.sync 0;", False),
+        (f"{_COPY} bar.sync 0;", False),
+        (f"{_COPY} cp.async.wait_group 0;", False),  # one of the two warps is first
+    ],
+)
+def test_a_copy_is_there_when_it_was_waited_for_by_all(copying: str, is_right: bool) -> None:
+    kernel = PtxKernel(_HEAD + _SWAP.replace("COPY", copying), shared_bytes=256)
+    given, swapped = torch.arange(64, dtype=torch.int32), torch.full((64,), -1, dtype=torch.int32)
+    kernel(1, given, swapped)
+    assert torch.equal(swapped, given.flip(0)) == is_right
+
+
+def test_what_a_gpu_would_not_do_is_an_error() -> None:
+    kernel = PtxKernel(_HEAD + _SWAP.replace("COPY", f"{_COPY} cp.async.wait_group 0; bar.sync 0;"), shared_bytes=256)
+    given = torch.arange(64, dtype=torch.int32)
+    with pytest.raises(PtxError, match="outside of all tensors"):
+        kernel(1, given, torch.zeros(63, dtype=torch.int32))
+    with pytest.raises(PtxError, match="not a multiple"):
+        kernel(1, given, torch.zeros(129, dtype=torch.int16)[1:])
+    half = _SWAP.replace("COPY", "setp.lt.s32 %p1, %r1, 7; @%p1 bra $L__BB0_1; $L__BB0_1:\n")
+    with pytest.raises(PtxError, match="part ways"):
+        PtxKernel(_HEAD + half, shared_bytes=256)(1, given, given.clone())
+    with pytest.raises(PtxError, match="vote.sync is not here"):
+        PtxKernel(_HEAD + _SWAP.replace("COPY", "vote.sync %p1, %p2;"), shared_bytes=256)(1, given, given.clone())
+
+
+def test_numbers_are_rounded_as_torch_rounds_them() -> None:
+    """Of bfloat16, and whole numbers of each size."""
+    numbers = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    bits = to_bits(numbers.numpy(), "bf16")
+    assert np.array_equal(from_bits(bits, "bf16"), numbers.bfloat16().float().numpy())
+    for kind, dtype in (("s8", torch.int8), ("s16", torch.int16), ("s32", torch.int32), ("u8", torch.uint8)):
+        whole = (1000 * numbers).long()
+        assert np.array_equal(from_bits(whole.numpy().view(np.uint64), kind), whole.to(dtype).numpy())
