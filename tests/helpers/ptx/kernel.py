@@ -20,7 +20,7 @@ from helpers.ptx.numbers import LANES, Bits
 from helpers.ptx.warp import Code, Instruction, Warp
 
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
-_LINE = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)")
+_LINE = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)")
 _PEER_BUFFERS = "tightwire-peer-buffers"  # the name of a file that processes map to sum each other's numbers
 
 
@@ -38,7 +38,7 @@ class PtxKernel:
         for label, line in re.findall(r"(\$\w+):|([^;\n{}][^;\n]*);", body):
             if label:
                 self._labels[label] = len(self._instructions)
-            elif (line := line.strip()) and line[0] != ".":
+            elif (line := line.strip().lstrip("{} ")) and line[0] != ".":
                 parts = _LINE.fullmatch(line)
                 if parts is None:
                     raise PtxError(f"cannot read {line!r}")
@@ -57,7 +57,7 @@ class PtxKernel:
         generator = np.random.default_rng(seed)
         with np.errstate(all="ignore"):
             for program in range(num_programs):
-                code = Code(self._instructions, self._labels, given, program, self._num_threads)
+                code = Code(self._instructions, self._labels, given, (program, num_programs), self._num_threads)
                 shared = Memory([(0, np.zeros(self._shared_bytes, np.uint8))])
                 numbers = range(self._num_threads // LANES)
                 _run_to_end([Warp(code, number, memory, shared).run() for number in numbers], generator)

@@ -73,6 +73,8 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "xor": operator.xor,
     "min": np.fmin,
     "max": np.fmax,
+    "min.NaN": np.minimum,
+    "max.NaN": np.maximum,
     "shl": _shift(left=True),
     "shr": _shift(left=False),
     "div": _truncated(_quotient),
@@ -89,7 +91,8 @@ UNARY: dict[str, Callable[[Any], Any]] = {
     "rsqrt": lambda x: 1 / np.sqrt(x),
 }
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: getattr(operator, name) for name in ("eq", "lt", "le", "gt", "ge")},
+    "ne": lambda a, b: (a < b) | (a > b),  # not so with NaN, as the others without u
     "nan": lambda a, b: np.isnan(a) | np.isnan(b),
     "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
     "neu": lambda a, b: ~(a == b),

@@ -25,7 +25,7 @@ class Code(NamedTuple):
     instructions: Sequence[Instruction]
     labels: Mapping[str, int]
     arguments: Mapping[str, float]
-    program: int
+    program: tuple[int, int]  # and of how many
     num_threads: int
 
 
@@ -35,8 +35,8 @@ class Warp:
     def __init__(self, code: Code, number: int, memory: Memory, shared: Memory) -> None:
         self._code, self._memory, self._shared = code, memory, shared
         lanes = np.arange(LANES)
-        self._special = {"%tid.x": LANES * number + lanes, "%ntid.x": code.num_threads, "%ctaid.x": code.program}
-        self._special |= {"%laneid": lanes, "global_smem": 0}
+        self._special = {"%tid.x": LANES * number + lanes, "%ntid.x": code.num_threads, "%ctaid.x": code.program[0]}
+        self._special |= {"%nctaid.x": code.program[1], "%laneid": lanes, "global_smem": 0}
         self._registers: dict[str, Bits] = {}
         self._copies: list[list[Callable[[], None]]] = [[]]
 
@@ -93,6 +93,7 @@ class Warp:
             special(mods, operands, mask)
             return
         kind, target, *given = mods[-1], *operands
+        op = f"{op}.NaN" if "NaN" in mods else op
         if kind.endswith("x2"):
             kind = kind[:-2]
             pairs = zip(*(halves(self._read(each, "b32").astype(np.uint64), kind) for each in given), strict=True)
@@ -224,6 +225,15 @@ class Warp:
         if valid:
             self._write(valid, there, mask)
 
+    def _redux(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
+        """Of all threads of the warp."""
+        target, given, _ = operands
+        numbers = self._read(given, mods[-1])
+        total = numbers[:1]
+        for number in range(1, LANES):
+            total = BINARY[mods[1]](total, numbers[number : number + 1])
+        self._write(target, np.broadcast_to(to_bits(total, mods[-1]), LANES), mask)
+
     # Memory.
 
     def _ld(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
@@ -240,6 +250,14 @@ class Warp:
     def _st(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
         target, source = operands
         self._each(mods, source, target, mask, self._store)
+
+    def _atom(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
+        target, place, given = operands
+        if mods[-2] != "add" or mask.sum() > 1:
+            raise PtxError(f"atom.{'.'.join(mods)} of {mask.sum()} threads is not here")
+        self._each(mods, target, place, mask, self._load)
+        total = self._read(target, mods[-1]) + self._read(given, mods[-1])
+        self._memory.store(self._address(place), np.ascontiguousarray(total)[:, None].view(np.uint8), mask)
 
     def _each(self, mods: list[str], names: str, place: str, mask: Bits, move: Callable[..., None]) -> None:
         parts, size = _names(names), int(mods[-1].lstrip("busf")) // 8

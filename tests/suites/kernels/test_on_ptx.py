@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import load_function
+from harness import Ranks, load_function
 from helpers.kernels.compiled import compiled
 from helpers.kernels.interpreted import needs_triton
 from helpers.ptx.kernel import PtxKernel
 from helpers.ptx.memory import PtxError
 from helpers.ptx.numbers import from_bits, to_bits
 
+from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 
 A100, H100 = 80, 90
+_ALL = "TIGHTWIRE_AOT" in os.environ
 _CHECKED = Path(__file__).parents[2] / "kernels/cuda"
 _QUICK: list[Any] = [
     ("layer_ops", "_check_norm", H100),
@@ -37,6 +39,8 @@ _MORE: list[Any] = [
     ("lora", "_check", H100),
     *(("attention", f"_check_{name}", A100) for name in ("mixed", "windows_and_caps", "parts_of_groups", "8_bits")),
 ]
+_SUMS = [("one-shot", 1100, torch.bfloat16), ("two-shot", 1001, torch.bfloat16), ("flash-int4", 1001, torch.bfloat16)]
+_MORE_SUMS = [("flash-int8-plain", 5003, torch.bfloat16), ("flash:int4-had,int8-g32-ef", 700, torch.bfloat16)]
 _HEAD = """
 .visible .entry swap(
 	.param .u64 swap_param_0,
@@ -65,9 +69,7 @@ _COPY = "cp.async.ca.shared.global [ %r2 + 0 ], [ %rd2 + 0 ], 4; cp.async.commit
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "case", _QUICK + _MORE * ("TIGHTWIRE_AOT" in os.environ), ids=lambda case: " ".join(map(str, case[:3]))
-)
+@pytest.mark.parametrize("case", _QUICK + _MORE * _ALL, ids=lambda case: " ".join(map(str, case[:3])))
 def test_a_check_of_the_interpreter(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, check, capability, *args = case
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -75,6 +77,25 @@ def test_a_check_of_the_interpreter(case: Any, tmp_path: Path, monkeypatch: pyte
         path = _CHECKED / f"test_{module}.py"
         assert not load_function(f"{module}_on_ptx", str(path), check)(None, *args)
     assert found, "nothing was compiled"
+
+
+def _check_sums(group: Group, path: str, cache: str, cases: list[Any]) -> None:
+    os.environ["TRITON_CACHE_DIR"] = f"{cache}/{group.rank}"
+    file = _CHECKED.parents[1] / "comm/transport/test_peer_memory.py"
+    with compiled(H100, runs=True):
+        load_function("peer_memory_on_ptx", str(file), "_check_sums")(group, path, cases)
+
+
+@needs_triton
+@pytest.mark.alone
+def test_sums_of_two_processes(tmp_path: Path) -> None:
+    """Kernels of both run at the same time, on memory that both map, and wait for each other at their barriers."""
+    file = _CHECKED.parents[1] / "comm/transport/test_peer_memory.py"
+    shared_file = load_function("peer_memory_on_ptx", str(file), "_shared_file")
+    ranks = Ranks(2)
+    with shared_file(2) as path:
+        ranks.run(_check_sums, path, str(tmp_path), _SUMS + _MORE_SUMS * _ALL, timeout_s=300.0)
+    ranks.close()
 
 
 @pytest.mark.parametrize(
