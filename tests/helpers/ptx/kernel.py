@@ -4,8 +4,8 @@ The threads of a warp execute each instruction together. Warps run one after the
 a kernel that lacks one gives wrong numbers. An asynchronous copy arrives when it is waited for, as late as it may. A byte outside of all tensors
 and of shared memory ends the run.
 
-Not here: loops whose threads part ways, matrix units of Hopper (``wgmma``), and what no kernel of ours compiles to. It is as exact as
-PTX but for ``mma``, whose order of adding no document says: it adds in float64 and rounds once.
+Not here: threads of a warp that part ways, waiting for Hopper's matrix units, and what no kernel of ours compiles to. It is as exact as PTX but
+for matrix units, whose order of adding no document says: it adds in float64 and rounds once.
 """
 
 import ctypes

@@ -9,6 +9,7 @@ from helpers.ptx.numbers import BINARY, COMPARISONS, LANES, NUMPY, UNARY, Bits, 
 
 _EIGHT = np.arange(LANES) < 8
 _ROW, _COLUMN = np.arange(LANES) // 4, np.arange(LANES) % 4 * 2  # of a thread's two numbers in a matrix of 8 x 8
+_SIXTEEN_BITS = ("bf16", "f16")
 _UNWRITTEN = np.full(LANES, 0x7FFF7FFF7FFF7FFF, np.uint64)  # NaN of any type, or far away
 
 
@@ -33,7 +34,7 @@ class Warp:
     """32 threads of a program."""
 
     def __init__(self, code: Code, number: int, memory: Memory, shared: Memory) -> None:
-        self._code, self._memory, self._shared = code, memory, shared
+        self._code, self._number, self._memory, self._shared = code, number, memory, shared
         lanes = np.arange(LANES)
         self._special = {"%tid.x": LANES * number + lanes, "%ntid.x": code.num_threads, "%ctaid.x": code.program[0]}
         self._special |= {"%nctaid.x": code.program[1], "%laneid": lanes, "global_smem": 0}
@@ -61,6 +62,8 @@ class Warp:
             elif op in ("bar", "barrier"):
                 if mods[0] != "warp":
                     yield
+            elif op == "fence":
+                pass
             elif mask.any():
                 self._execute(op, mods, operands, mask)
 
@@ -318,22 +321,67 @@ class Warp:
 
     def _mma(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
         kind = mods[-2]
-        if mods[2] != "m16n8k16" or kind not in ("bf16", "f16") or mods[-1] != "f32":
+        if mods[2] != "m16n8k16" or kind not in _SIXTEEN_BITS or mods[-1] != "f32":
             raise PtxError(f"mma.{'.'.join(mods)} is not here")
         targets, a, b, c = map(_names, operands)
-        left, right, total = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
-        for number, name in enumerate(a):
-            for half, numbers in enumerate(halves(self._read(name, "b32").astype(np.uint64), kind)):
-                left[_ROW + 8 * (number % 2), _COLUMN + half + 8 * (number // 2)] = numbers
+        right = np.zeros((16, 8))
         for number, name in enumerate(b):
             for half, numbers in enumerate(halves(self._read(name, "b32").astype(np.uint64), kind)):
                 right[_COLUMN + half + 8 * number, _ROW] = numbers
-        places = [(_ROW + 8 * (number // 2), _COLUMN + number % 2) for number in range(4)]
-        for place, name in zip(places, c, strict=True):
-            total[place] = self._read(name, "f32")
-        total += left @ right
-        for place, name in zip(places, targets, strict=True):
-            self._write(name, to_bits(total[place], "f32"), mask)
+        self._add_product(targets, c, self._left(a, kind), right, mask)
+
+    def _wgmma(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
+        """The warp's 16 of the 64 rows that four warps compute. Waiting for it is left out: what it reads is there already."""
+        if mods[0] != "mma_async":  # fence, commit_group, wait_group
+            return
+        kind, num_columns = mods[-1], int(mods[3].partition("n")[2].partition("k")[0])
+        targets, left, right, added, *rest = operands
+        if kind not in _SIXTEEN_BITS or not mods[3].endswith("k16") or "-1" in rest:
+            raise PtxError(f"wgmma.{'.'.join(mods)} is not here")
+        if left[0] == "{":
+            own, turned = self._left(_names(left), kind), rest[2]
+        else:
+            assert rest[2] == "0", "rows of A that are columns in memory"
+            rows = 16 * (self._number % 4) + np.arange(16)
+            own, turned = self._described(left, rows, False, kind), rest[3]
+        columns = self._described(right, np.arange(num_columns), turned == "1", kind)
+        adds = bool(int(added)) if added.isdigit() else bool(self._registers[added].any())
+        self._add_product(_names(targets), _names(targets) if adds else [], own, columns.T, mask)
+
+    def _described(self, descriptor: str, rows: Bits, turned: bool, kind: str) -> Bits:
+        """(rows, 16) numbers of a matrix in shared memory. ``turned``: numbers that follow each other are of different rows."""
+        bits = int(self._read(descriptor, "u64")[0])
+        start, leading, stride = (16 * (bits >> at & 0x3FFF) for at in (0, 16, 32))
+        wide = {1: 128, 2: 64, 3: 32}[bits >> 62]  # bytes of a row of the tiles, whose sixteens are exchanged
+        column, row = np.arange(16)[None, :], rows[:, None]
+        if turned:
+            of_row = row % (wide // 2) * 2 + row // (wide // 2) * leading
+            places = start + of_row + column % 8 * wide + column // 8 * stride
+        else:
+            places = start + row % 8 * wide + row // 8 * stride + column * 2
+        places ^= (places >> 7 & wide // 16 - 1) << 4
+        found = np.zeros(places.shape)
+        for first in np.ndindex(places.shape[0] // 2):  # as many as threads at a time
+            pair = slice(2 * first[0], 2 * first[0] + 2)
+            loaded = self._shared.load(places[pair].ravel(), 2, np.ones(LANES, bool))
+            found[pair] = from_bits(loaded.view(np.uint16)[:, 0].astype(np.uint64), kind).reshape(2, 16)
+        return found
+
+    def _left(self, names: list[str], kind: str) -> Bits:
+        """(16, 16) numbers of four registers."""
+        left = np.zeros((16, 16))
+        for number, name in enumerate(names):
+            for half, numbers in enumerate(halves(self._read(name, "b32").astype(np.uint64), kind)):
+                left[_ROW + 8 * (number % 2), _COLUMN + half + 8 * (number // 2)] = numbers
+        return left
+
+    def _add_product(self, targets: list[str], given: list[str], left: Bits, right: Bits, mask: Bits) -> None:
+        """left @ right and what is ``given``: four registers for each eight columns."""
+        product = left @ right
+        for number, name in enumerate(targets):
+            place = _ROW + 8 * (number % 4 // 2), 8 * (number // 4) + _COLUMN + number % 2
+            added = self._read(given[number], "f32").astype(np.float64) if given else 0.0
+            self._write(name, to_bits(product[place] + added, "f32"), mask)
 
 
 def _names(operand: str) -> list[str]:

@@ -1,7 +1,7 @@
 """What Triton compiles the kernels to, run on this CPU (``helpers/ptx``): it passes the checks that the interpreter passes.
 
 The interpreter knows neither layouts of registers nor asynchronous copies, barriers and matrix units. `make aot` runs all, `make test` the
-quick ones. Prompt attention of Hopper is left out, because the machine lacks its matrix units.
+quick ones.
 """
 
 import os
@@ -27,7 +27,7 @@ _CHECKED = Path(__file__).parents[2] / "kernels/cuda"
 _QUICK: list[Any] = [
     ("layer_ops", "_check_norm", H100),
     ("block_quant", "_check_sizes", H100),
-    ("attention", "_check_chunks", A100),
+    ("attention", "_check_chunks", H100),
     ("linear_packed", "_check", H100, ["Q4_0", "Q4_K", "Q6_K"]),
 ]
 _MORE: list[Any] = [
@@ -37,7 +37,8 @@ _MORE: list[Any] = [
     *(("linear_packed", "_check", A100, [name]) for name in PACKED_FORMATS),
     ("linear_packed", "_check_unpacked", A100),
     ("lora", "_check", H100),
-    *(("attention", f"_check_{name}", A100) for name in ("mixed", "windows_and_caps", "parts_of_groups", "8_bits")),
+    *(("attention", f"_check_{name}", A100) for name in ("chunks", "mixed", "windows_and_caps")),
+    *(("attention", f"_check_{name}", H100) for name in ("mixed", "parts_of_groups", "8_bits")),
 ]
 _SUMS = [("one-shot", 1100, torch.bfloat16), ("two-shot", 1001, torch.bfloat16), ("flash-int4", 1001, torch.bfloat16)]
 _MORE_SUMS = [("flash-int8-plain", 5003, torch.bfloat16), ("flash:int4-had,int8-g32-ef", 700, torch.bfloat16)]
@@ -77,6 +78,8 @@ def test_a_check_of_the_interpreter(case: Any, tmp_path: Path, monkeypatch: pyte
         path = _CHECKED / f"test_{module}.py"
         assert not load_function(f"{module}_on_ptx", str(path), check)(None, *args)
     assert found, "nothing was compiled"
+    if module == "attention":
+        assert any(("wgmma.mma_async" if capability == H100 else "mma.sync") in kernel.ptx for kernel in found)
 
 
 def _check_sums(group: Group, path: str, cache: str, cases: list[Any]) -> None:
