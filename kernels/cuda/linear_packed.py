@@ -19,12 +19,12 @@ from tightwire.kernels.cuda.packed_blocks import (
     load_bytes,
     load_scales,
 )
+from tightwire.kernels.spec.gguf_blocks import Codes
 from tightwire.kernels.spec.layer_ops import check_linear
 from tightwire.kernels.spec.packed import PackedMatrix
 
 _ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
 _OUTPUTS = tl.constexpr(32)
-_MAX_REGISTERS = 128  # of a thread: two programs of eight warps are on a processor
 _UNPACKED = tl.constexpr(128)  # pieces of a program that unpacks
 
 
@@ -38,12 +38,9 @@ def linear_packed(
     num_programs = -(-num_rows // _ROWS.value) * -(-num_outputs // _OUTPUTS.value)
     if num_programs:
         layout = BlockLayout(weight_OD.format, weight_OD.by_plane)
-        given = x_TD, *_views(weight_OD), x_TD if bias_O is None else bias_O, out_TO
         sizes = num_rows, num_outputs, depth, x_TD.stride(0), weight_OD.blocks_OB.stride(0)
-        num_pieces, num_stages = tiling(layout, x_TD.dtype)
-        options = {"num_warps": num_pieces, "num_stages": num_stages, "maxnreg": _MAX_REGISTERS}
-        constants = layout, num_pieces, bias_O is not None
-        launch(_packed_product, num_programs, x_TD.device, *given, *sizes, *constants, **options)
+        given = x_TD, *_views(weight_OD), bias_O, out_TO, *sizes, layout
+        launch(_packed_product, num_programs, x_TD.device, *given, **launch_options(layout, x_TD.dtype))
     return out_TO
 
 
@@ -65,34 +62,24 @@ def _views(weight_OD: PackedMatrix) -> tuple[Tensor, Tensor]:
     return blocks_OB, blocks_OB if weight_OD.format.name == "MXFP4" else blocks_OB.view(torch.float16)
 
 
-def tiling(layout: BlockLayout, dtype: torch.dtype) -> tuple[int, int]:
-    """Pieces of an iteration, one by each warp, and iterations whose loads are in flight: as many as registers and shared memory hold."""
-    num_pieces = 8 if layout.piece_elems <= 64 else 4
-    return num_pieces, 2 if dtype == torch.float32 else 3 if layout.codes.high_bits else 4
+def launch_options(layout: BlockLayout, dtype: torch.dtype) -> dict[str, int]:
+    """As many iterations whose loads are in flight as shared memory holds, and two programs of eight warps on a processor."""
+    num_stages = 2 if dtype == torch.float32 else 3 if layout.codes.high_bits else 4
+    return {"num_warps": layout.num_pieces, "num_stages": num_stages, "maxnreg": 128}
 
 
 @triton.jit
 def _packed_product(
-    x,
-    blocks,
-    halves,
-    bias,
-    out,
-    num_rows,
-    num_outputs,
-    depth,
-    x_stride,
-    row_bytes,
-    LAYOUT: tl.constexpr,
-    PIECES: tl.constexpr,
-    BIASED: tl.constexpr,
+    x, blocks, halves, bias, out, num_rows, num_outputs, depth, x_stride, row_bytes, LAYOUT: tl.constexpr
 ):
     """Compute one tile. x is multiplied with codes, which 16 bits hold exactly, and the sum of a scale's numbers with the scale: fewer
     instructions than to scale each number, and weights are not rounded.
     """
     packed: tl.constexpr = LAYOUT.packed
+    CODES: tl.constexpr = LAYOUT.codes
     run: tl.constexpr = LAYOUT.codes.run
     num_phases: tl.constexpr = LAYOUT.num_phases
+    num_pieces: tl.constexpr = LAYOUT.num_pieces
     run_elems: tl.constexpr = LAYOUT.run_elems
     num_tiles = tl.cdiv(num_outputs, _OUTPUTS)
     row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
@@ -100,22 +87,28 @@ def _packed_product(
     kept_R, kept_O = row_R < num_rows, output_O < num_outputs
     x_1RW = (row_R.to(tl.int64)[:, None] * x_stride + tl.arange(0, LAYOUT.width)[None, :])[None, :, :]
     row_1O1 = (output_O.to(tl.int64) * row_bytes)[None, :, None]
-    total_PRO = tl.zeros((PIECES, _ROWS, _OUTPUTS), tl.float32)
-    for first in range(0, depth // LAYOUT.piece_elems, PIECES):
-        piece_P11 = first + tl.arange(0, PIECES)[:, None, None]
+    total_PRO = tl.zeros((num_pieces, _ROWS, _OUTPUTS), tl.float32)
+    for first in range(0, depth // LAYOUT.piece_elems, num_pieces):
+        piece_P11 = first + tl.arange(0, num_pieces)[:, None, None]
         kept_P11 = piece_P11 < depth // LAYOUT.piece_elems
         kept_PO1, kept_PR1 = kept_P11 & kept_O[None, :, None], kept_P11 & kept_R[None, :, None]
-        start_P11, number_P11, low_PO1, fifths_PO1, scales_PO1, high_POW = find_piece(
+        start_P11, block_number_P11, low_PO1, fifths_PO1, scales_PO1, high_POW = find_piece(
             blocks, row_1O1, piece_P11, kept_PO1, depth, LAYOUT
         )
         for phase in tl.static_range(num_phases):
             low_POW = load_bytes(blocks, low_PO1 + phase * LAYOUT.phase_bytes, kept_PO1, LAYOUT.width)
             for part in tl.static_range(phase * LAYOUT.phase_elems, phase * LAYOUT.phase_elems + run_elems, run):
-                codes_POW = find_codes(low_POW, high_POW, halves, fifths_PO1, number_P11 + part, kept_PO1, part, LAYOUT)
                 x_PRW = load_operand(x, x_1RW + start_P11 + part, kept_PR1)
-                codes_PWO = tl.permute(_operand(codes_POW, x.dtype.element_ty, LAYOUT).to(x_PRW.dtype), (0, 2, 1))
+                if CODES.are_bits and x.dtype.element_ty != tl.float32 and not INTERPRETED:
+                    high_bytes_POW = high_POW if CODES.high_bits > 0 else low_POW
+                    codes_POW = _numbers(low_POW, high_bytes_POW, x_PRW, part, CODES)
+                else:
+                    number_P11 = block_number_P11 + part
+                    codes_POW = find_codes(low_POW, high_POW, halves, fifths_PO1, number_P11, kept_PO1, part, LAYOUT)
+                    codes_POW = as_floats(codes_POW, LAYOUT).to(x_PRW.dtype)
+                codes_PWO = tl.permute(codes_POW, (0, 2, 1))
                 if part % packed.scale_elems == 0 or run > packed.scale_elems:
-                    sum_PRO = tl.zeros((PIECES, _ROWS, _OUTPUTS), tl.float32)
+                    sum_PRO = tl.zeros((num_pieces, _ROWS, _OUTPUTS), tl.float32)
                     x_sum_PRO = sum_PRO
                 sum_PRO = tl.dot(x_PRW, codes_PWO, sum_PRO, input_precision="ieee")
                 if packed.has_minimum:
@@ -123,29 +116,44 @@ def _packed_product(
                     x_sum_PRO = tl.dot(x_PRW, ones_PWO, x_sum_PRO, input_precision="ieee")
                 if (part + run) % packed.scale_elems == 0 or run > packed.scale_elems:
                     scale_PO1, minimum_PO1 = load_scales(
-                        blocks, halves, scales_PO1, number_P11 + part, kept_PO1, LAYOUT
+                        blocks, halves, scales_PO1, block_number_P11 + part, kept_PO1, LAYOUT
                     )
                     total_PRO = tl.fma(sum_PRO, _columns(scale_PO1, total_PRO), total_PRO)
                     if packed.has_minimum:
                         total_PRO = tl.fma(x_sum_PRO, _columns(minimum_PO1, total_PRO), total_PRO)
     total_RO = tl.sum(total_PRO, 0)
-    if BIASED:
+    if bias is not None:
         total_RO += widened(tl.load(raw(bias) + output_O, mask=kept_O, other=0))[None, :]
     place_RO = row_R.to(tl.int64)[:, None] * num_outputs + output_O[None, :]
     tl.store(raw(out) + place_RO, narrowed(total_RO, out.dtype.element_ty), mask=kept_R[:, None] & kept_O[None, :])
 
 
+@triton.constexpr_function
+def _numbers_ptx(in_unit: int, codes: Codes, is_half: bool) -> str:
+    """Four bytes with low bits and four with high bits to numbers: a code is the lowest bits of 128 (float16: 1024), from which these and
+    the offset are subtracted, two at a time and exactly.
+    """
+    base, one, less, kind = (0x6400, 0x3C00, 0xE400, "f16x2") if is_half else (0x4300, 0x3F80, 0xC300, "bf16x2")
+    base, one, less = (0x10001 * each for each in (base, one, less + codes.offset))
+    lines = [f".reg .b32 codes, high, pair, one, less; mov.b32 one, {one}; mov.b32 less, {less};"]
+    lines.append(f"shr.b32 codes, $2, {in_unit // codes.run * codes.bits % 8};")
+    mask = 0x10001 * ((1 << codes.bits + codes.high_bits) - 1)
+    if codes.high_bits:
+        low_mask, high_mask = (0x01010101 * ((1 << bits) - 1) for bits in (codes.bits, codes.high_bits))
+        shift = in_unit // codes.high_run * codes.high_bits
+        lines.append(f"and.b32 codes, codes, {low_mask}; shr.b32 high, $3, {shift}; and.b32 high, high, {high_mask};")
+        lines.append(f"shl.b32 high, high, {codes.bits}; or.b32 codes, codes, high;")
+    for number, two_bytes in enumerate((0x4140, 0x4342)):
+        lines.append(f"prmt.b32 pair, codes, 0, {two_bytes}; lop3.b32 pair, pair, {mask}, {base}, 0xEA;")
+        lines.append(f"fma.rn.{kind} ${number}, pair, one, less;")
+    return f"{{ {' '.join(lines)} }}"
+
+
 @triton.jit
-def _operand(codes, dtype: tl.constexpr, LAYOUT: tl.constexpr):
-    """The codes less their offset, exact, in ``dtype`` or float32."""
-    CODES: tl.constexpr = LAYOUT.codes
-    few_bits: tl.constexpr = CODES.bits < 8 and len(CODES.table) == 0
-    if few_bits and dtype == tl.float16:  # the lowest bits of 1024
-        return (codes | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + CODES.offset)
-    elif few_bits and dtype == tl.bfloat16 and not INTERPRETED:  # of 128
-        return (codes | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + CODES.offset)
-    else:
-        return as_floats(codes, LAYOUT)
+def _numbers(low, high, x, IN_UNIT: tl.constexpr, CODES: tl.constexpr):
+    """``find_codes`` less the offset, of x's type, with fewer instructions than Triton finds."""
+    ptx: tl.constexpr = _numbers_ptx(IN_UNIT, CODES, x.dtype == tl.float16)
+    return tl.inline_asm_elementwise(ptx, "=r,=r,r,r", [low, high], dtype=x.dtype, is_pure=True, pack=4)
 
 
 @triton.jit

@@ -73,6 +73,11 @@ class BlockLayout:
     def piece_elems(self) -> int:
         return self.width * self.num_phases * 8 // self.codes.bits
 
+    @property
+    def num_pieces(self) -> int:
+        """Those of an iteration, one for each warp."""
+        return 8 if self.piece_elems <= 64 else 4
+
     def plane(self, at: int) -> Section:
         """Of the plane that begins at byte ``at`` of a block."""
         if not self.by_plane:
@@ -137,7 +142,7 @@ def find_piece(blocks, row, piece, kept, depth, LAYOUT: tl.constexpr):
         high = _at(row, block, num_blocks, LAYOUT.plane(CODES.high_at)) + first // 8 * CODES.high_run + place
         high = load_bytes(blocks, high, kept, LAYOUT.width)
         if LAYOUT.unit // CODES.high_run * CODES.high_bits < 8:
-            high = high >> (first % 8).to(tl.int16)
+            high = high >> (first % 8).to(tl.uint8)
     return unit * LAYOUT.unit + place, in_block * LAYOUT.unit + place, low, fifths, scales, high
 
 
@@ -148,8 +153,8 @@ def _at(row, block, num_blocks, SECTION: tl.constexpr):
 
 @triton.jit
 def load_bytes(blocks, first, kept, width: tl.constexpr):
-    """``width`` bytes from each ``first`` on, int16."""
-    return tl.load(blocks + first + tl.arange(0, width), mask=kept, other=0).to(tl.int16)
+    """``width`` bytes from each ``first`` on."""
+    return tl.load(blocks + first + tl.arange(0, width), mask=kept, other=0)
 
 
 @triton.jit
@@ -159,10 +164,10 @@ def find_codes(low, high, halves, fifths, number, kept, IN_UNIT: tl.constexpr, L
     ``low`` and ``high``: the bytes with their bits. ``number``: the first one in the block.
     """
     CODES: tl.constexpr = LAYOUT.codes
-    codes = low >> IN_UNIT // CODES.run * CODES.bits % 8 & ((1 << CODES.bits) - 1)
+    codes = low.to(tl.int16) >> IN_UNIT // CODES.run * CODES.bits % 8 & ((1 << CODES.bits) - 1)
     if CODES.high_bits > 0:
         shift: tl.constexpr = IN_UNIT // CODES.high_run * CODES.high_bits
-        codes |= (high >> shift & ((1 << CODES.high_bits) - 1)) << CODES.bits
+        codes |= (high.to(tl.int16) >> shift & ((1 << CODES.high_bits) - 1)) << CODES.bits
     if CODES.fifths_at > 0:
         bits = tl.load(halves + (fifths + number // 16 * 2) // 2, mask=kept, other=0).to(tl.int16, bitcast=True)
         codes |= (bits >> tl.arange(0, LAYOUT.width).to(tl.int16) & 1) << 4

@@ -59,6 +59,11 @@ class Codes:
     offset: int = 0
     table: tuple[int, ...] = ()
 
+    @property
+    def are_bits(self) -> bool:
+        """In planes alone, and of less than a byte."""
+        return self.bits < 8 and not (self.fifths_at or self.table)
+
     def planes(self, block_elems: int) -> list[range]:
         """The bytes of each plane; the others of a block are scales."""
         found = [(self.at, block_elems * self.bits // 8), (self.high_at, block_elems * self.high_bits // 8)]

@@ -287,25 +287,23 @@ def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
 
     Codes of rows by plane arrive sixteen bytes at once, ahead of their use; what is loaded otherwise are scales.
     """
-    from tightwire.kernels.cuda.linear_packed import _MAX_REGISTERS, _packed_product, _unpack, tiling
+    from tightwire.kernels.cuda.linear_packed import _packed_product, _unpack, launch_options
     from tightwire.kernels.cuda.packed_blocks import BlockLayout
     from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 
     packed, types = PACKED_FORMATS[name], {"blocks": "*u8", "halves": "*fp16", "out": TYPES[dtype], "row_bytes": "i64"}
     for by_plane in (True, *((False,) if name in ("Q4_K", "Q6_K") else ())):  # streamed layers are not by plane
         layout = BlockLayout(packed, by_plane)
-        pieces, num_stages = tiling(layout, dtype)
-        constants = {"LAYOUT": layout, "PIECES": pieces, "BIASED": True}
         operands = types | dict.fromkeys(("x", "bias"), TYPES[dtype]) | {"row_bytes": "i32"}
-        options = {"num_warps": pieces, "num_stages": num_stages, "maxnreg": _MAX_REGISTERS}
-        product = _compiled(_packed_product, capability, operands, constants, **options)
+        options = launch_options(layout, dtype)
+        product = _compiled(_packed_product, capability, operands, {"LAYOUT": layout}, **options)
         assert product.metadata.shared <= SHARED_BYTES[L40]
         ptx, unpacked = product.asm["ptx"], _ptx(_unpack, capability, types, {"LAYOUT": layout})
         assert ("mma.sync" in ptx) == (dtype != torch.float32) and "tf32" not in ptx
         assert "st.global.v4" in unpacked and "fma.rn" not in unpacked
         if by_plane:
             num_planes = layout.num_phases + (packed.codes.high_bits > 0)
-            assert ptx.count("cp.async.cg") >= num_stages * num_planes and ptx.count("ld.global") <= 18
+            assert ptx.count("cp.async.cg") >= options["num_stages"] * num_planes and ptx.count("ld.global") <= 18
             assert "ld.global.v4" in unpacked
 
 

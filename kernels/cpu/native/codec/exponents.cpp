@@ -22,7 +22,7 @@ struct Sections {
 char *encode_group(const Sections &message, int64_t group, const char *source, char *escapes) {
     I32 codes[VECTORS], largest = splat_int(0);
     alignas(64) uint8_t exponents[GROUP];
-    UNROLL for (int i = 0; i < VECTORS; i++) {
+    UNROLL_FOR (int i = 0; i < VECTORS; i++) {
         const I32 bits = load_low_halves(source + 2 * LANES * i);
         codes[i] = shift_right(bits, 7) & splat_int(0xFF);
         largest = maximum_unsigned(largest, codes[i]);
@@ -33,7 +33,7 @@ char *encode_group(const Sections &message, int64_t group, const char *source, c
     }
     const int32_t most = max_lanes_unsigned(largest);
     message.largest[group] = (char)most;
-    UNROLL for (int i = 0; i < VECTORS; i++) {
+    UNROLL_FOR (int i = 0; i < VECTORS; i++) {
         const I32 behind = splat_int(most) - codes[i], reach = splat_int(ESCAPE);
         codes[i] = select(behind < reach, behind, reach);
     }
@@ -49,7 +49,7 @@ char *encode_group(const Sections &message, int64_t group, const char *source, c
 const char *decode_group(const Sections &message, int64_t group, const char *escapes, const char *end, char *target) {
     const Behind planes(message.planes, message.num_groups, group);
     alignas(64) uint8_t behind[GROUP];
-    UNROLL for (int i = 0; i < VECTORS; i++) {
+    UNROLL_FOR (int i = 0; i < VECTORS; i++) {
         const I32 code = planes.load(LANES * i), exponents = splat_int((uint8_t)message.largest[group]) - code;
         const Bytes own = low_bytes(code);
         Bytes packed;
