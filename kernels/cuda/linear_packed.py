@@ -63,9 +63,9 @@ def _views(weight_OD: PackedMatrix) -> tuple[Tensor, Tensor]:
 
 
 def launch_options(layout: BlockLayout, dtype: torch.dtype) -> dict[str, int]:
-    """As many iterations whose loads are in flight as shared memory holds, and two programs of eight warps on a processor."""
+    """As many iterations whose loads are in flight as shared memory holds, and registers for two or three programs on a processor."""
     num_stages = 2 if dtype == torch.float32 else 3 if layout.codes.high_bits else 4
-    return {"num_warps": layout.num_pieces, "num_stages": num_stages, "maxnreg": 128}
+    return {"num_warps": layout.num_pieces, "num_stages": num_stages, "maxnreg": 80 if layout.piece_elems == 32 else 128}
 
 
 @triton.jit
