@@ -189,9 +189,10 @@ def _levels(codes, fmt: tl.constexpr):
 
 @triton.jit
 def _scaled(levels, scale_B1, zero_B1, fmt: tl.constexpr):
+    """Levels times the scale, exact because both are short, plus the zero: rounded once, fused or not."""
     tiles = ()
     for r in tl.static_range(len(levels)):
-        tiles = tiles + ((levels[r] * scale_B1 + zero_B1) if fmt.has_zeros else levels[r] * scale_B1,)
+        tiles = tiles + (tl.fma(levels[r], scale_B1, zero_B1) if fmt.has_zeros else levels[r] * scale_B1,)
     return tiles
 
 
