@@ -16,6 +16,7 @@ from tightwire.kernels.cuda.packed_blocks import (
     as_floats,
     find_codes,
     find_piece,
+    layout_of,
     load_bytes,
     load_scales,
 )
@@ -31,13 +32,16 @@ _UNPACKED = tl.constexpr(128)  # pieces of a program that unpacks
 def linear_packed(
     x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Compute ``linear.linear_reference`` in ``out_dtype``, by default x's; weights are not rounded, and the order of the float32 sum differs."""
+    """Compute ``linear.linear_reference`` in ``out_dtype``, by default x's; weights are not rounded, and the order of the float32 sum differs.
+
+    A row of x with infinities, or so large that its product with a code is one, may give NaN where the reference gives a number.
+    """
     check_linear(x_TD, weight_OD, bias_O)
     (num_rows, depth), num_outputs = x_TD.shape, weight_OD.shape[0]
     out_TO = torch.empty(num_rows, num_outputs, dtype=out_dtype or x_TD.dtype, device=x_TD.device)
     num_programs = -(-num_rows // _ROWS.value) * -(-num_outputs // _OUTPUTS.value)
     if num_programs:
-        layout = BlockLayout(weight_OD.format, weight_OD.by_plane)
+        layout = layout_of(weight_OD.format, weight_OD.by_plane)
         sizes = num_rows, num_outputs, depth, x_TD.stride(0), weight_OD.blocks_OB.stride(0)
         given = x_TD, *_views(weight_OD), bias_O, out_TO, *sizes, layout
         launch(_packed_product, num_programs, x_TD.device, *given, **launch_options(layout, x_TD.dtype))
@@ -47,7 +51,7 @@ def linear_packed(
 def unpack_packed(weight_OD: PackedMatrix, dtype: torch.dtype) -> Tensor:
     """Return the numbers of a matrix, rounded once to ``dtype``: each block is read once, each number written once."""
     numbers_OD = torch.empty(weight_OD.shape, dtype=dtype, device=weight_OD.device)
-    layout = BlockLayout(weight_OD.format, weight_OD.by_plane)
+    layout = layout_of(weight_OD.format, weight_OD.by_plane)
     of_row = weight_OD.shape[1] // layout.piece_elems
     if num_pieces := len(numbers_OD) * of_row:
         sizes = num_pieces, of_row, weight_OD.shape[1], weight_OD.blocks_OB.stride(0)
@@ -63,9 +67,15 @@ def _views(weight_OD: PackedMatrix) -> tuple[Tensor, Tensor]:
 
 
 def launch_options(layout: BlockLayout, dtype: torch.dtype) -> dict[str, int]:
-    """As many iterations whose loads are in flight as shared memory holds, and registers for two or three programs on a processor."""
-    num_stages = 2 if dtype == torch.float32 else 3 if layout.codes.high_bits else 4
-    return {"num_warps": layout.num_pieces, "num_stages": num_stages, "maxnreg": 80 if layout.piece_elems == 32 else 128}
+    """As many iterations whose loads are in flight as shared memory holds, and registers for two or three programs on a processor.
+
+    Products of float32 have no matrix units and need all registers.
+    """
+    if dtype == torch.float32:
+        return {"num_warps": layout.num_pieces, "num_stages": 2}
+    num_stages = 3 if layout.packed.codes.high_bits else 4
+    most = 80 if layout.piece_elems == 32 and layout.by_plane else 128
+    return {"num_warps": layout.num_pieces, "num_stages": num_stages, "maxnreg": most}
 
 
 @triton.jit
@@ -76,8 +86,8 @@ def _packed_product(
     instructions than to scale each number, and weights are not rounded.
     """
     packed: tl.constexpr = LAYOUT.packed
-    CODES: tl.constexpr = LAYOUT.codes
-    run: tl.constexpr = LAYOUT.codes.run
+    CODES: tl.constexpr = LAYOUT.packed.codes
+    run: tl.constexpr = LAYOUT.packed.codes.run
     num_phases: tl.constexpr = LAYOUT.num_phases
     num_pieces: tl.constexpr = LAYOUT.num_pieces
     run_elems: tl.constexpr = LAYOUT.run_elems
@@ -118,9 +128,9 @@ def _packed_product(
                     scale_PO1, minimum_PO1 = load_scales(
                         blocks, halves, scales_PO1, block_number_P11 + part, kept_PO1, LAYOUT
                     )
-                    total_PRO = tl.fma(sum_PRO, _columns(scale_PO1, total_PRO), total_PRO)
+                    total_PRO = tl.fma(sum_PRO, tl.permute(scale_PO1, (0, 2, 1)), total_PRO)
                     if packed.has_minimum:
-                        total_PRO = tl.fma(x_sum_PRO, _columns(minimum_PO1, total_PRO), total_PRO)
+                        total_PRO = tl.fma(x_sum_PRO, tl.permute(minimum_PO1, (0, 2, 1)), total_PRO)
     total_RO = tl.sum(total_PRO, 0)
     if bias is not None:
         total_RO += widened(tl.load(raw(bias) + output_O, mask=kept_O, other=0))[None, :]
@@ -153,18 +163,20 @@ def _numbers_ptx(in_unit: int, codes: Codes, is_half: bool) -> str:
 def _numbers(low, high, x, IN_UNIT: tl.constexpr, CODES: tl.constexpr):
     """``find_codes`` less the offset, of x's type, with fewer instructions than Triton finds."""
     ptx: tl.constexpr = _numbers_ptx(IN_UNIT, CODES, x.dtype == tl.float16)
-    return tl.inline_asm_elementwise(ptx, "=r,=r,r,r", [low, high], dtype=x.dtype, is_pure=True, pack=4)
-
-
-@triton.jit
-def _columns(numbers_PO1, like_PRO):
-    return tl.broadcast_to(tl.permute(numbers_PO1, (0, 2, 1)), like_PRO.shape)
+    return tl.inline_asm_elementwise(
+        ptx,  # pyright: ignore[reportArgumentType]
+        "=r,=r,r,r",
+        [low, high],
+        dtype=x.dtype,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
 def _unpack(blocks, halves, out, num_pieces, of_row, depth, row_bytes, LAYOUT: tl.constexpr):
     """Unpack some pieces of rows that follow each other."""
-    run: tl.constexpr = LAYOUT.codes.run
+    run: tl.constexpr = LAYOUT.packed.codes.run
     num_phases: tl.constexpr = LAYOUT.num_phases
     run_elems: tl.constexpr = LAYOUT.run_elems
     piece_P1 = (tl.program_id(0) * _UNPACKED + tl.arange(0, _UNPACKED))[:, None]

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tightwire.kernels.spec.gguf_blocks import IQ4_TABLE, MXFP4_TABLE, Codes, PackedFormat
+from tightwire.kernels.spec.gguf_blocks import IQ4_TABLE, MXFP4_TABLE, PackedFormat
 from tightwire.kernels.spec.packed import PackedMatrix
 
 _ROWS_MOVED = 4096  # at a time, which bounds the memory
@@ -29,7 +29,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """How kernels read the rows of a packed matrix, a constant of compiled ones.
+    """How kernels read the rows of a packed matrix, a constant of compiled ones, which are kept by what its fields say.
 
     They take pieces: ``width`` bytes of low bits from each phase of a unit, so some parts of ``width`` numbers that follow each other and
     share a scale. All pieces shift their parts alike, or Triton would move codes between threads. So a unit has as many numbers as a
@@ -38,65 +38,52 @@ class BlockLayout:
 
     packed: PackedFormat
     by_plane: bool
+    low: Section
+    high: Section
+    fifths: Section
+    scales: Section
+    floats_at: int  # bytes from the scales to the float16s
+    width: int
+    run_elems: int
+    unit: int
+    phase_bytes: int
+    phase_elems: int  # numbers from one phase to the next
+    num_phases: int
+    piece_elems: int
+    num_pieces: int  # those of an iteration, one for each warp
 
-    @property
-    def codes(self) -> Codes:
-        return self.packed.codes
 
-    @property
-    def width(self) -> int:
-        return min(self.codes.run, self.packed.scale_elems)
+def layout_of(packed: PackedFormat, by_plane: bool) -> BlockLayout:
+    codes, planes, scales = packed.codes, packed.codes.planes(packed.block_elems), scale_bytes(packed)
 
-    @property
-    def run_elems(self) -> int:
-        return self.codes.run * 8 // self.codes.bits
+    def section(at: int) -> Section:
+        """Of the plane that begins at byte ``at`` of a block, or of the scales."""
+        if not by_plane:
+            return Section(0, packed.block_bytes, at)
+        pieces = [(plane.start, len(plane)) for plane in planes] + [(scales[0], len(scales))]
+        number = next((number for number, (start, _) in enumerate(pieces) if start == at), 0)
+        return Section(sum(size for _, size in pieces[:number]), pieces[number][1], 0)
 
-    @property
-    def unit(self) -> int:
-        longest = max(self.run_elems, self.codes.high_run * 8 // (self.codes.high_bits or 8))
-        return longest if longest <= 2 * self.run_elems else self.run_elems
-
-    @property
-    def phase_bytes(self) -> int:
-        return min(self.codes.run, self.codes.high_run or self.codes.run)
-
-    @property
-    def phase_elems(self) -> int:
-        """Numbers from one phase to the next."""
-        return self.phase_bytes if self.phase_bytes < self.codes.run else self.run_elems
-
-    @property
-    def num_phases(self) -> int:
-        return self.unit * self.codes.bits // 8 // self.phase_bytes
-
-    @property
-    def piece_elems(self) -> int:
-        return self.width * self.num_phases * 8 // self.codes.bits
-
-    @property
-    def num_pieces(self) -> int:
-        """Those of an iteration, one for each warp."""
-        return 8 if self.piece_elems <= 64 else 4
-
-    def plane(self, at: int) -> Section:
-        """Of the plane that begins at byte ``at`` of a block."""
-        if not self.by_plane:
-            return Section(0, self.packed.block_bytes, at)
-        planes = self.codes.planes(self.packed.block_elems)
-        number = next((number for number, plane in enumerate(planes) if plane.start == at), 0)
-        return Section(sum(map(len, planes[:number])), len(planes[number]), 0)
-
-    def scales(self) -> Section:
-        scales, packed = scale_bytes(self.packed), self.packed
-        if not self.by_plane:
-            return Section(0, packed.block_bytes, scales[0])
-        return Section(packed.block_bytes - len(scales), len(scales), 0)
-
-    @property
-    def floats_at(self) -> int:
-        """Bytes from the scales to the float16s."""
-        scales, at = scale_bytes(self.packed), self.packed.floats_at
-        return scales.index(at) if self.by_plane else at - scales[0]
+    run_elems, high_run = codes.run * 8 // codes.bits, codes.high_run or codes.run
+    longest = max(run_elems, codes.high_run * 8 // (codes.high_bits or 8))
+    unit = longest if longest <= 2 * run_elems else run_elems
+    width, phase_bytes = min(codes.run, packed.scale_elems), min(codes.run, high_run)
+    num_phases = unit * codes.bits // 8 // phase_bytes
+    piece_elems = width * num_phases * 8 // codes.bits
+    return BlockLayout(
+        packed,
+        by_plane,
+        *(section(at) for at in (codes.at, codes.high_at, codes.fifths_at, scales[0])),
+        floats_at=scales.index(packed.floats_at) if by_plane else packed.floats_at - scales[0],
+        width=width,
+        run_elems=run_elems,
+        unit=unit,
+        phase_bytes=phase_bytes,
+        phase_elems=phase_bytes if phase_bytes < codes.run else run_elems,
+        num_phases=num_phases,
+        piece_elems=piece_elems,
+        num_pieces=8 if piece_elems <= 64 else 4,
+    )
 
 
 def scale_bytes(packed: PackedFormat) -> list[int]:
@@ -127,19 +114,23 @@ def find_piece(blocks, row, piece, kept, depth, LAYOUT: tl.constexpr):
     """Of a piece of each row that begins at byte ``row``: its first number in the row and in its block, where its low bits of the
     first phase, its fifth bits and its scales begin, and the bytes with its high bits.
     """
-    CODES: tl.constexpr = LAYOUT.codes
+    CODES: tl.constexpr = LAYOUT.packed.codes
     of_unit: tl.constexpr = LAYOUT.phase_bytes // LAYOUT.width
     of_block: tl.constexpr = LAYOUT.packed.block_elems // LAYOUT.unit
     unit, place = piece // of_unit, piece % of_unit * LAYOUT.width
     block, in_block, num_blocks = unit // of_block, unit % of_block, depth // LAYOUT.packed.block_elems
-    low = _at(row, block, num_blocks, LAYOUT.plane(CODES.at))
+    LOW: tl.constexpr = LAYOUT.low
+    HIGH: tl.constexpr = LAYOUT.high
+    FIFTHS: tl.constexpr = LAYOUT.fifths
+    SCALES: tl.constexpr = LAYOUT.scales
+    low = _at(row, block, num_blocks, LOW)
     low += in_block * (LAYOUT.num_phases * LAYOUT.phase_bytes) + place
-    fifths = _at(row, block, num_blocks, LAYOUT.plane(CODES.fifths_at))
-    scales = _at(row, block, num_blocks, LAYOUT.scales())
+    fifths = _at(row, block, num_blocks, FIFTHS)
+    scales = _at(row, block, num_blocks, SCALES)
     high = low
     if CODES.high_bits > 0:
         first = in_block * (LAYOUT.unit // CODES.high_run * CODES.high_bits)  # bit of the high bits
-        high = _at(row, block, num_blocks, LAYOUT.plane(CODES.high_at)) + first // 8 * CODES.high_run + place
+        high = _at(row, block, num_blocks, HIGH) + first // 8 * CODES.high_run + place
         high = load_bytes(blocks, high, kept, LAYOUT.width)
         if LAYOUT.unit // CODES.high_run * CODES.high_bits < 8:
             high = high >> (first % 8).to(tl.uint8)
@@ -163,7 +154,7 @@ def find_codes(low, high, halves, fifths, number, kept, IN_UNIT: tl.constexpr, L
 
     ``low`` and ``high``: the bytes with their bits. ``number``: the first one in the block.
     """
-    CODES: tl.constexpr = LAYOUT.codes
+    CODES: tl.constexpr = LAYOUT.packed.codes
     codes = low.to(tl.int16) >> IN_UNIT // CODES.run * CODES.bits % 8 & ((1 << CODES.bits) - 1)
     if CODES.high_bits > 0:
         shift: tl.constexpr = IN_UNIT // CODES.high_run * CODES.high_bits
@@ -184,7 +175,7 @@ def find_codes(low, high, halves, fifths, number, kept, IN_UNIT: tl.constexpr, L
 @triton.jit
 def as_floats(codes, LAYOUT: tl.constexpr):
     """The codes less their offset, float32."""
-    CODES: tl.constexpr = LAYOUT.codes
+    CODES: tl.constexpr = LAYOUT.packed.codes
     if len(CODES.table) > 0:
         return codes.to(tl.float32)
     else:  # the lowest bits of 2^23, which is fewer instructions than a conversion; signed ones from -128 on

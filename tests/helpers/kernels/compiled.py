@@ -10,6 +10,7 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ def compiled(capability: int, runs: bool = False) -> Iterator[list[Compiled]]:
     from triton.runtime.jit import JITFunction
 
     found: list[Compiled] = []
+    seeds = count()
 
     def launcher(source: Any, metadata: Any) -> Any:
         if not runs:
@@ -59,7 +61,8 @@ def compiled(capability: int, runs: bool = False) -> Iterator[list[Compiled]]:
 
         def launch(num_programs: int, *given: Any) -> None:
             arguments = zip(source.signature.values(), given[-len(source.signature) :], strict=True)
-            kernel(num_programs, *(each for kind, argument in arguments for each in _passed(kind, argument)))
+            passed = [each for kind, argument in arguments for each in _passed(kind, argument)]
+            kernel(num_programs, *passed, seed=next(seeds))
 
         return launch
 

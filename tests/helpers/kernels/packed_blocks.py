@@ -1,10 +1,13 @@
 """Packed matrices of random bytes, for formats that nothing here quantizes to, and a parametrization over all formats."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, PackedFormat
-from tightwire.kernels.spec.packed import PackedMatrix
+from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference
 
 each_format = pytest.mark.parametrize("packed", list(PACKED_FORMATS.values()), ids=list(PACKED_FORMATS))
 
@@ -38,3 +41,14 @@ def _floats_of(packed: PackedFormat) -> list[int]:
     if packed.name == "MXFP4":
         return []
     return [packed.floats_at, packed.floats_at + 2] if packed.has_minimum else [packed.floats_at]
+
+
+def minima_of(weight: PackedMatrix) -> Tensor:
+    """What is added to each number of ``weight``: the numbers whose codes are 0."""
+    packed = weight.format
+    if not packed.has_minimum:
+        return torch.zeros(weight.shape)
+    blocks_OGB = weight.blocks_OB.clone().unflatten(1, (-1, packed.block_bytes))
+    for plane in packed.codes.planes(packed.block_elems):
+        blocks_OGB[:, :, plane.start : plane.stop] = 0
+    return dequantize_reference(replace(weight, blocks_OB=blocks_OGB.flatten(1)), torch.float32)

@@ -1,11 +1,13 @@
 """Runs compiled Triton kernels on a CPU: what PTX says, instruction by instruction, without a GPU.
 
 The threads of a warp execute each instruction together. Warps run one after the other, in a random order, up to the next barrier, so
-a kernel that lacks one gives wrong numbers. An asynchronous copy arrives when it is waited for, as late as it may. A byte outside of all tensors
-and of shared memory ends the run.
+a kernel that lacks one gives wrong numbers. An asynchronous copy arrives at once or when it is waited for, at random. A byte outside of the memory of all tensors
+and of shared memory ends the run, and what was never written is NaN.
 
-Not here: threads of a warp that part ways, waiting for Hopper's matrix units, and what no kernel of ours compiles to. It is as exact as PTX but
-for matrix units, whose order of adding no document says: it adds in float64 and rounds once.
+Not here: threads of a warp that part ways, waiting for Hopper's matrix units, the order of memory between processes, and what no kernel of ours
+compiles to, which raises ``PtxError``. Results are PTX's but for these: matrix units, whose order of adding no document says, add in float64
+and round once; approximations (``ex2.approx``, ``rcp``, ``div.full``) are exact; denormals are not flushed; NaNs, and zeros of both signs in a
+minimum, are not told apart.
 """
 
 import ctypes
@@ -58,9 +60,9 @@ class PtxKernel:
         with np.errstate(all="ignore"):
             for program in range(num_programs):
                 code = Code(self._instructions, self._labels, given, (program, num_programs), self._num_threads)
-                shared = Memory([(0, np.zeros(self._shared_bytes, np.uint8))])
+                shared = Memory([(0, np.full(self._shared_bytes, 0x7F, np.uint8))])
                 numbers = range(self._num_threads // LANES)
-                _run_to_end([Warp(code, number, memory, shared).run() for number in numbers], generator)
+                _run_to_end([Warp(code, number, memory, shared, generator).run() for number in numbers], generator)
 
 
 def _run_to_end(warps: list[Iterator[None]], generator: np.random.Generator) -> None:

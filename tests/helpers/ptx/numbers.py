@@ -23,11 +23,30 @@ def from_bits(bits: Bits, kind: str) -> Bits:
 
 def to_bits(numbers: Bits, kind: str) -> Bits:
     if kind == "bf16":
-        bits = numbers.astype(np.float32).view(np.uint32).astype(np.uint64)
+        bits = to_odd(numbers, np.float32).view(np.uint32).astype(np.uint64)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF
         return np.where(np.isnan(numbers), np.uint64(0x7FFF), rounded)
     size = int(kind[-2:].lstrip("bsuf"))
     return numbers.astype(NUMPY[kind]).view(f"u{size // 8}").astype(np.uint64)
+
+
+def to_odd(numbers: Bits, kind: Any) -> Bits:
+    """Numbers of another type, those that it lacks to the neighbour whose last bit is 1: rounding these again rounds only once."""
+    found = numbers.astype(kind)
+    bits = found.view(f"u{found.itemsize}")
+    is_even = (found != numbers) & (bits & 1 == 0) & np.isfinite(found)
+    toward = np.where(numbers > found, np.inf, -np.inf).astype(kind)
+    return np.where(is_even, np.nextafter(found, toward), found)
+
+
+def fused(a: Bits, b: Bits, c: Bits) -> Bits:
+    """a * b + c, float64 rounded to odd; exact products of up to 32 bits."""
+    product = a.astype(np.float64) * b
+    total = product + c
+    back = total - product
+    lost = (product - (total - back)) + (c - back)
+    is_even = (lost != 0) & np.isfinite(total) & np.isfinite(lost) & (total.view(np.uint64) & 1 == 0)
+    return np.where(is_even, np.nextafter(total, np.where(lost > 0, np.inf, -np.inf)), total)
 
 
 def halves(bits: Bits, kind: str) -> list[Bits]:
@@ -61,7 +80,8 @@ def _truncated(quotient: Callable[[Bits, Bits], Bits]) -> Callable[[Bits, Bits],
 
 
 def _quotient(a: Bits, b: Bits) -> Bits:
-    return a // b if a.dtype.kind == "u" else (np.abs(a) // np.abs(b) * np.sign(a) * np.sign(b)).astype(a.dtype)
+    wide_a, wide_b = a.astype(np.int64), b.astype(np.int64)
+    return (np.abs(wide_a) // np.abs(wide_b) * np.sign(wide_a) * np.sign(wide_b)).astype(a.dtype)
 
 
 BINARY: dict[str, Callable[[Any, Any], Any]] = {

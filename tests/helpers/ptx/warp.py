@@ -1,14 +1,30 @@
 """One warp of the PTX machine: 32 threads that execute each instruction together."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from helpers.ptx.memory import Memory, PtxError
-from helpers.ptx.numbers import BINARY, COMPARISONS, LANES, NUMPY, UNARY, Bits, from_bits, halves, joined, to_bits
+from helpers.ptx.numbers import (
+    BINARY,
+    COMPARISONS,
+    LANES,
+    NUMPY,
+    UNARY,
+    Bits,
+    from_bits,
+    fused,
+    halves,
+    joined,
+    to_bits,
+)
 
 _EIGHT = np.arange(LANES) < 8
 _ROW, _COLUMN = np.arange(LANES) // 4, np.arange(LANES) % 4 * 2  # of a thread's two numbers in a matrix of 8 x 8
+_UNKNOWN = {"sat", "relu", "rz", "rm", "rp", "cc", "saturate"}  # modifiers
+_WHOLE: dict[str, Callable[[Bits], Bits]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+_REGISTER = re.compile(r"%[a-z]+\d+")
 _SIXTEEN_BITS = ("bf16", "f16")
 _UNWRITTEN = np.full(LANES, 0x7FFF7FFF7FFF7FFF, np.uint64)  # NaN of any type, or far away
 
@@ -33,9 +49,9 @@ class Code(NamedTuple):
 class Warp:
     """32 threads of a program."""
 
-    def __init__(self, code: Code, number: int, memory: Memory, shared: Memory) -> None:
+    def __init__(self, code: Code, number: int, memory: Memory, shared: Memory, random: np.random.Generator) -> None:
         self._code, self._number, self._memory, self._shared = code, number, memory, shared
-        lanes = np.arange(LANES)
+        self._random, lanes = random, np.arange(LANES)
         self._special = {"%tid.x": LANES * number + lanes, "%ntid.x": code.num_threads, "%ctaid.x": code.program[0]}
         self._special |= {"%nctaid.x": code.program[1], "%laneid": lanes, "global_smem": 0}
         self._registers: dict[str, Bits] = {}
@@ -57,10 +73,14 @@ class Warp:
                 if mask.all():
                     place = self._code.labels[operands[0]]
             elif op == "ret":
+                if mask.any() and not mask.all():
+                    raise PtxError("threads of a warp part ways")
                 if mask.all():
                     return
             elif op in ("bar", "barrier"):
                 if mods[0] != "warp":
+                    if not mask.all() or list(operands) != ["0"]:
+                        raise PtxError(f"{name} {', '.join(operands)} of some threads is not here")
                     yield
             elif op == "fence":
                 pass
@@ -73,6 +93,8 @@ class Warp:
         """The numbers of a register, a constant or a special register."""
         if operand in self._special:
             return np.broadcast_to(np.asarray(self._special[operand], np.uint64), LANES).astype(NUMPY[kind])
+        if operand[0] == "%" and not _REGISTER.fullmatch(operand):
+            raise PtxError(f"{operand} is not here")
         if operand[0] not in "-0123456789":
             return from_bits(self._registers.get(operand, _UNWRITTEN), kind)
         if operand.startswith(("0f", "0d")):
@@ -92,12 +114,14 @@ class Warp:
     # Instructions.
 
     def _execute(self, op: str, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
+        if unknown := set(mods[:-1]) & _UNKNOWN:
+            raise PtxError(f"{op}.{'.'.join(mods)} is not here: {unknown}")
         if special := getattr(self, f"_{op}", None):
             special(mods, operands, mask)
             return
         kind, target, *given = mods[-1], *operands
         op = f"{op}.NaN" if "NaN" in mods else op
-        if kind.endswith("x2"):
+        if kind.endswith("x2") and op in BINARY:
             kind = kind[:-2]
             pairs = zip(*(halves(self._read(each, "b32").astype(np.uint64), kind) for each in given), strict=True)
             self._write(target, joined([BINARY[op](*pair) for pair in pairs], kind), mask)
@@ -106,7 +130,7 @@ class Warp:
             self._write(target, BINARY[op](*numbers) if op in BINARY else ~numbers[0], mask)
         elif op in UNARY:
             self._write(target, to_bits(UNARY[op](self._read(given[0], kind)), kind), mask)
-        elif op not in BINARY:
+        elif op not in BINARY or len(given) != 2:
             raise PtxError(f"{op}.{'.'.join(mods)} is not here")
         else:
             a, b = self._read(given[0], kind), self._read(given[1], "u32" if op in ("shl", "shr") else kind)
@@ -127,6 +151,8 @@ class Warp:
         target, *given = operands
         kind = mods[-1]
         a, b = (self._read(each, kind) for each in given[:2])
+        if mods[0] == "hi":
+            raise PtxError(f"mad.{'.'.join(mods)} is not here")
         if mods[0] == "wide":
             bits = self._product(a, b, kind, "wide") + self._read(given[2], "u64")
         else:
@@ -138,13 +164,11 @@ class Warp:
         kind = mods[-1].removesuffix("x2")
         if mods[-1].endswith("x2"):
             threes = zip(*(halves(self._read(each, "b32").astype(np.uint64), kind) for each in given), strict=True)
-            self._write(target, joined([self._fused(*three) for three in threes], kind), mask)
+            self._write(target, joined([fused(*three) for three in threes], kind), mask)
+        elif kind == "f64":
+            raise PtxError("fma.f64 is not here")
         else:
-            self._write(target, to_bits(self._fused(*(self._read(each, kind) for each in given)), kind), mask)
-
-    @staticmethod
-    def _fused(a: Bits, b: Bits, c: Bits) -> Bits:
-        return (a.astype(np.longdouble) * b + c).astype(a.dtype)
+            self._write(target, to_bits(fused(*(self._read(each, kind) for each in given)), kind), mask)
 
     def _mov(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
         target, given = operands
@@ -173,15 +197,18 @@ class Warp:
             self._write(target, joined([low, high], to[:-2]), mask)
             return
         numbers = self._read(given[0], source)
+        if whole := _WHOLE.get(mods[0]):
+            numbers = whole(numbers)
         if numbers.dtype.kind == "f" and to[0] in "us":
-            how = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mods[0]]
             limits = np.iinfo(NUMPY[to])
-            numbers = np.clip(np.nan_to_num(how(numbers.astype(np.float64))), limits.min, limits.max)
+            numbers = np.clip(np.nan_to_num(numbers.astype(np.float64)), limits.min, limits.max)
         bits = numbers.astype(NUMPY[to]).astype(np.int64).view(np.uint64) if to[0] == "s" else to_bits(numbers, to)
         self._write(target, bits, mask)
 
     def _setp(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
         target, *given = operands
+        if mods[0] not in COMPARISONS or len(given) > 2 or "|" in target:
+            raise PtxError(f"setp.{'.'.join(mods)} is not here")
         self._write(target, COMPARISONS[mods[0]](*(self._read(each, mods[-1]) for each in given[:2])), mask)
 
     def _selp(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
@@ -191,6 +218,8 @@ class Warp:
 
     def _prmt(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
         target, *given = operands
+        if mods != ["b32"]:
+            raise PtxError(f"prmt.{'.'.join(mods)} is not here")
         a, b, selector = (self._read(each, "b32").astype(np.uint64) for each in given)
         both, bits = a | b << np.uint64(32), np.zeros(LANES, np.uint64)
         for number in range(4):
@@ -202,6 +231,8 @@ class Warp:
 
     def _bfe(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
         target, *given = operands
+        if mods[-1] not in ("u32", "s32"):
+            raise PtxError(f"bfe.{mods[-1]} is not here")
         number = self._read(given[0], mods[-1]).astype(np.int64)
         first, length = (self._read(each, "u32").astype(np.int64) for each in given[1:])
         bits = number << 64 - first - length >> 64 - length
@@ -219,10 +250,12 @@ class Warp:
         self._write(target, bits & np.uint64(0xFFFFFFFF), mask)
 
     def _shfl(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
-        target, given, lane, *_ = operands
+        target, given, lane, clamp, members = operands
+        if int(clamp, 0) != 31 or not (mask & (self._read(members, "u32") == 0xFFFFFFFF)).all():
+            raise PtxError(f"shfl in parts of a warp is not here: {clamp}, {members}")
         target, _, valid = target.partition("|")
         own, by = np.arange(LANES), self._read(lane, "u32").astype(np.int64)
-        source = {"bfly": own ^ by, "idx": by, "down": own + by, "up": own - by}[mods[1]]
+        source = {"bfly": own ^ by, "idx": by & 31, "down": own + by, "up": own - by}[mods[1]]
         there = (source >= 0) & (source < LANES)
         self._write(target, self._read(given, "b32").astype(np.uint64)[np.where(there, source, own)], mask)
         if valid:
@@ -230,7 +263,9 @@ class Warp:
 
     def _redux(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
         """Of all threads of the warp."""
-        target, given, _ = operands
+        target, given, members = operands
+        if not (mask & (self._read(members, "u32") == 0xFFFFFFFF)).all():
+            raise PtxError(f"redux of some threads is not here: {members}")
         numbers = self._read(given, mods[-1])
         total = numbers[:1]
         for number in range(1, LANES):
@@ -291,7 +326,10 @@ class Warp:
             target, source, size = self._address(operands[0]), self._address(operands[1]), int(operands[2], 0)
             given = mask & (self._read(operands[3], "u32") > 0) if len(operands) > 3 else mask
             loaded = self._memory.load(source, size, given)
-            self._copies[-1].append(lambda: self._shared.store(target, loaded, mask))
+            if self._random.integers(2):
+                self._shared.store(target, loaded, mask)  # at once
+            else:
+                self._copies[-1].append(lambda: self._shared.store(target, loaded, mask))
         else:
             raise PtxError(f"cp.{'.'.join(mods)} is not here")
 
@@ -336,7 +374,7 @@ class Warp:
             return
         kind, num_columns = mods[-1], int(mods[3].partition("n")[2].partition("k")[0])
         targets, left, right, added, *rest = operands
-        if kind not in _SIXTEEN_BITS or not mods[3].endswith("k16") or "-1" in rest:
+        if kind not in _SIXTEEN_BITS or mods[4] != "f32" or not mods[3].endswith("k16") or "-1" in rest:
             raise PtxError(f"wgmma.{'.'.join(mods)} is not here")
         if left[0] == "{":
             own, turned = self._left(_names(left), kind), rest[2]

@@ -289,12 +289,12 @@ def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
     Codes of rows by plane arrive sixteen bytes at once, ahead of their use; what is loaded otherwise are scales.
     """
     from tightwire.kernels.cuda.linear_packed import _packed_product, _unpack, launch_options
-    from tightwire.kernels.cuda.packed_blocks import BlockLayout
+    from tightwire.kernels.cuda.packed_blocks import layout_of
     from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 
     packed, types = PACKED_FORMATS[name], {"blocks": "*u8", "halves": "*fp16", "out": TYPES[dtype], "row_bytes": "i64"}
     for by_plane in (True, *((False,) if name in ("Q4_K", "Q6_K") else ())):  # streamed layers are not by plane
-        layout = BlockLayout(packed, by_plane)
+        layout = layout_of(packed, by_plane)
         operands = types | dict.fromkeys(("x", "bias"), TYPES[dtype]) | {"row_bytes": "i32"}
         options = launch_options(layout, dtype)
         product = _compiled(_packed_product, capability, operands, {"LAYOUT": layout}, **options)

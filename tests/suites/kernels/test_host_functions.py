@@ -61,13 +61,13 @@ def _codec(name: str) -> Run:
     )
 
 
-def _packed(name: str) -> Run:
+def _packed(name: str, dtype: torch.dtype = BF16) -> Run:
     from tightwire.kernels.cuda import linear_packed, packed_blocks
 
-    packed, x = PACKED_FORMATS[name], torch.empty(1, 4096, dtype=BF16)
+    packed, x = PACKED_FORMATS[name], torch.empty(1, 4096, dtype=dtype)
     blocks = torch.zeros(256, packed.row_bytes(4096), dtype=torch.uint8)
     weight = packed_blocks.order_by_plane(PackedMatrix(blocks, packed))
-    return lambda: (linear_packed.linear_packed(x, weight, None), linear_packed.unpack_packed(weight, BF16))
+    return lambda: (linear_packed.linear_packed(x, weight, None), linear_packed.unpack_packed(weight, dtype))
 
 
 CASES: dict[str, Callable[[], Run]] = {
@@ -75,6 +75,7 @@ CASES: dict[str, Callable[[], Run]] = {
     "mixed": lambda: _attention(32, 8, 128, 7, 300),
     "layer": lambda: _layer(1),
     "packed": lambda: _packed("Q4_0"),
+    "packed float32": lambda: _packed("Q4_K", torch.float32),
 }
 MORE: dict[str, Callable[[], Run]] = {
     **{

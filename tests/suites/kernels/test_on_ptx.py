@@ -16,7 +16,7 @@ from helpers.kernels.compiled import compiled
 from helpers.kernels.interpreted import needs_triton
 from helpers.ptx.kernel import PtxKernel
 from helpers.ptx.memory import PtxError
-from helpers.ptx.numbers import from_bits, to_bits
+from helpers.ptx.numbers import from_bits, fused, to_bits
 
 from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
@@ -112,9 +112,10 @@ def test_sums_of_two_processes(tmp_path: Path) -> None:
 )
 def test_a_copy_is_there_when_it_was_waited_for_by_all(copying: str, is_right: bool) -> None:
     kernel = PtxKernel(_HEAD + _SWAP.replace("COPY", copying), shared_bytes=256)
-    given, swapped = torch.arange(64, dtype=torch.int32), torch.full((64,), -1, dtype=torch.int32)
-    kernel(1, given, swapped)
-    assert torch.equal(swapped, given.flip(0)) == is_right
+    given, swapped = torch.arange(64, dtype=torch.int32), torch.full((8, 64), -1, dtype=torch.int32)
+    for seed, found in enumerate(swapped):
+        kernel(1, given, found, seed=seed)
+    assert bool((swapped == given.flip(0)).all()) == is_right
 
 
 def test_what_a_gpu_would_not_do_is_an_error() -> None:
@@ -129,6 +130,12 @@ def test_what_a_gpu_would_not_do_is_an_error() -> None:
         PtxKernel(_HEAD + half, shared_bytes=256)(1, given, given.clone())
     with pytest.raises(PtxError, match="vote.sync is not here"):
         PtxKernel(_HEAD + _SWAP.replace("COPY", "vote.sync %p1, %p2;"), shared_bytes=256)(1, given, given.clone())
+
+
+def test_a_fused_product_is_rounded_once() -> None:
+    near, few, sixteenths, fewer = (np.array([x], np.float32) for x in (1 + 2.0**-12, 2.0**-70, 1.0625, 2.0**-40))
+    assert from_bits(to_bits(fused(near, near, few), "f32"), "f32") == 1 + 2.0**-11 + 2.0**-23
+    assert from_bits(to_bits(fused(sixteenths, sixteenths, fewer), "bf16"), "bf16") == 1.1328125
 
 
 def test_numbers_are_rounded_as_torch_rounds_them() -> None:
