@@ -96,7 +96,7 @@ gpu-check:
 gpu-wheels:
 	$(PYTHON) tools/gpu_check.py --wheels
 
-# All cases of tests of which `make test` runs a few; about five minutes of CPU.
+# All cases of tests of which `make test` runs a few; about fifteen minutes of CPU.
 aot: $(installed_dev)
 	TIGHTWIRE_AOT=1 $(pytest) -n $(WORKERS) $(addprefix tests/suites/kernels/test_,host_functions.py compiles.py on_ptx.py) $(ARGS)
 
