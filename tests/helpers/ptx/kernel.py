@@ -1,13 +1,13 @@
 """Runs compiled Triton kernels on a CPU: what PTX says, instruction by instruction, without a GPU.
 
-The threads of a warp execute each instruction together. Warps run one after the other, in a random order, up to the next barrier, so
-a kernel that lacks one gives wrong numbers. An asynchronous copy arrives at once or when it is waited for, at random. A byte outside of the memory of all tensors
-and of shared memory ends the run, and what was never written is NaN.
+The threads of a warp execute each instruction together. Warps run one after the other, in a random order, up to the next
+barrier, so a kernel that lacks one gives wrong numbers. An asynchronous copy arrives at once or when it is waited for, at
+random. A byte outside of the memory of all tensors and of shared memory ends the run, and what was never written is NaN.
 
-Not here: threads of a warp that part ways, waiting for Hopper's matrix units, the order of memory between processes, and what no kernel of ours
-compiles to, which raises ``PtxError``. Results are PTX's but for these: matrix units, whose order of adding no document says, add in float64
-and round once; approximations (``ex2.approx``, ``rcp``, ``div.full``) are exact; denormals are not flushed; NaNs, and zeros of both signs in a
-minimum, are not told apart.
+Not here: threads of a warp that part ways, waiting for Hopper's matrix units, the order of memory between processes, and what
+no kernel of ours compiles to, which raises ``PtxError``. Results are PTX's but for these: matrix units, whose order of adding
+no document says, add in float64 and round once; approximations (``ex2.approx``, ``rcp``, ``div.full``) are exact; denormals
+are not flushed; NaNs, and zeros of both signs in a minimum, are not told apart.
 """
 
 import ctypes
