@@ -30,7 +30,8 @@ def linear(
 
     Packed weights stay packed in memory. On CPU the result is that of the same numbers in float32, bit for bit, and rounded;
     but when the CPU multiplies bfloat16 (AVX512-BF16, AMX) and x is bfloat16, the weights are rounded to it first. On a GPU they
-    are rounded to x's dtype for prefill rows, and not for decode rows. A format with ``int8_activations`` is multiplied as in ``spec.packed_int8``.
+    are rounded to x's dtype for prefill rows, and not for decode rows. A format with ``int8_activations`` is multiplied as in
+    ``spec.packed_int8``.
 
     Args:
         num_decode_rows: on a GPU, the number of decode rows, which come first, one or a few at a time; for these packed

@@ -106,7 +106,7 @@ class CostModel:
         round_us = {"kernel": link.round, "message": link.message_round, "library": link.native_round}[kind]
         sent_us = work.sent_bytes / _MIB * (link.native_mib if kind == "library" else link.mib)
         across_us, coding_us = work.node_bytes / _MIB * between.mib, 0.0
-        if self._is_coded(name, num_bytes):
+        if self._is_coded(name, work):
             coding_us = 2 * (work.node_bytes or work.sent_bytes) / _MIB * wire_codec.CODING_US_A_MIB
             if work.node_bytes:
                 across_us *= wire_codec.USUAL_SHARE
@@ -119,10 +119,14 @@ class CostModel:
         computing_us = _read_off(row, num_bytes, lambda size: _computing_us(self._work(name, size), link, between))
         return coding_us + computing_us, moving_us
 
-    def _is_coded(self, name: str, num_bytes: int) -> bool:
-        entry, slice_bytes = parse_all_reduce(name), num_bytes / self.setting.world_size
-        plain = entry.lossless and entry.rounds != "library"
-        return self.setting.coded and plain and slice_bytes >= wire_codec.LEAST_BYTES
+    def _is_coded(self, name: str, work: Work) -> bool:
+        entry, setting = parse_all_reduce(name), self.setting
+        if not setting.coded or not entry.lossless or entry.rounds == "library":
+            return False
+        if work.node_bytes:
+            return work.node_bytes >= work.node_rounds * (setting.num_nodes - 1) * wire_codec.LEAST_BYTES
+        num_messages = work.rounds * (1 if entry.neighbours_only else setting.world_size - 1)
+        return work.sent_bytes >= num_messages * wire_codec.LEAST_BYTES
 
     def _work(self, name: str, num_bytes: int) -> Work:
         parsed = parse_all_reduce(name)

@@ -52,7 +52,7 @@ def decide_setting(config: ServeConfig, model: LlamaConfig, link: LinkFacts | No
         num_nodes=config.parallel.sum_nodes,
         dtype=choose_sum_dtype(config.parallel, device, dtype),
         link="" if crossed is None else f"{crossed.name} ({crossed.emulation})",
-        coded=config.parallel.sum_dtype == CODED_DTYPE,
+        coded=config.parallel.sum_dtype == CODED_DTYPE and not config.parallel.sums_inside,
     )
     return DecidedSetting(setting=setting, gpus=gpus, dtype=dtype, transport_reason=reason)
 

@@ -15,8 +15,7 @@
 #endif
 
 // Before a loop of a few steps: compilers keep arrays in registers only if it is unrolled early.
-#define UNROLL _Pragma("GCC unroll 16")
-#define UNROLL_FOR(...) UNROLL for (__VA_ARGS__)
+#define UNROLL_FOR(...) _Pragma("GCC unroll 16") for (__VA_ARGS__)
 #define INLINE static inline __attribute__((always_inline))
 
 constexpr int LANES = 16;

@@ -183,16 +183,24 @@ def test_a_codec_that_packs_planes_or_small_groups_takes_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "crossing"), [("two-shot", 2 * 3 / 4), ("ring", 2 * 3 / 4), ("hierarchical", 2 * 1 / 2 / 2)]
+    ("name", "num_bytes", "crossing"),
+    [
+        ("two-shot", 256 << 10, 2 * 3 / 4),  # in messages of a quarter, the least that are coded
+        ("ring", 256 << 10, 2 * 3 / 4),
+        ("hierarchical", 256 << 10, 2 * 1 / 2 / 2),
+        ("one-shot", 64 << 10, 3),  # in whole ones
+    ],
 )
-def test_coded_sums_move_as_on_a_faster_wire_and_take_the_time_to_code(name: str, crossing: float) -> None:
+def test_coded_sums_move_as_on_a_faster_wire_and_take_the_time_to_code(
+    name: str, num_bytes: int, crossing: float
+) -> None:
     plain = setting(4, "sockets", 2)
     coded = CostModel(replace(plain, coded=True), wire=Link("200mbit", 25e6))
     faster = CostModel(plain, wire=Link("", 25e6 / USUAL_SHARE))
-    computing_us, moving_us = coded.parts_us(name, 4 * _MIB)
-    assert moving_us == pytest.approx(faster.parts_us(name, 4 * _MIB)[1])
-    coding_us = 2 * 4 * crossing * CODING_US_A_MIB
-    assert computing_us == pytest.approx(faster.parts_us(name, 4 * _MIB)[0] + coding_us)
+    computing_us, moving_us = coded.parts_us(name, num_bytes)
+    plain_us, faster_us = faster.parts_us(name, num_bytes)
+    assert moving_us == pytest.approx(faster_us)
+    assert computing_us == pytest.approx(plain_us + 2 * num_bytes / _MIB * crossing * CODING_US_A_MIB)
 
 
 @pytest.mark.parametrize(("name", "num_bytes"), [("two-shot", 100 << 10), ("flash-int8", 4 << 20), ("native", 4 << 20)])

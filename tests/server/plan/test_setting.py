@@ -100,7 +100,12 @@ def test_coded_sums_are_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="a real wire, and these ranks have none"):
         decide_setting(config, model, link)
     real = decide_setting(config, model, msgspec.structs.replace(link, emulation=NAMESPACES)).setting
-    assert (real.transport, real.dtype) == ("sockets", "bfloat16")
+    assert (real.transport, real.dtype, real.coded) == ("sockets", "bfloat16", True)
+    stages = make_config(
+        {**between, "tp": 4, "layout": "pipeline", "stages": 2, "transport": "auto", "link": "1gbit", "nodes": 2}
+    )
+    inside = decide_setting(stages, model, msgspec.structs.replace(link, emulation=NAMESPACES)).setting
+    assert not inside.coded, "stages sum in memory"
     monkeypatch.setattr("tightwire.server.plan.setting.available", lambda: False)
     with pytest.raises(ValueError, match="takes compiled kernels, which this host lacks; use --sum-dtype bfloat16"):
         decide_setting(make_config(between), model)
