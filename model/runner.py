@@ -251,7 +251,10 @@ class DecodeGraphs:
 
 
 class _Graph:
-    """The graph of one size and policy. Its inputs share one tensor, which one copy fills in each step."""
+    """The graph of one size and policy. Its inputs but the tables share one tensor, which one copy fills in each step.
+
+    Of the tables a step copies what its contexts use, if they are not those of this graph's last step.
+    """
 
     def __init__(
         self,
@@ -266,19 +269,21 @@ class _Graph:
         size, policy, adapted = kind
         num_groups, max_blocks = table_sizes
         self._size, self._ledger = size, ledger
-        widths = (1, 1, num_groups, 1, 1, num_groups * max_blocks)
+        widths = (1, 1, num_groups, 1, 1)
         self._host = torch.zeros(size * sum(widths), dtype=torch.int32)
         self._device = torch.zeros_like(self._host, device=device)
         lengths = [size * width for width in widths]
         self._fields = [part.numpy() for part in self._host.split(lengths)]
-        token_ids, positions, slots, context_lens, adapters, tables = self._device.split(lengths)
+        token_ids, positions, slots, context_lens, adapters = self._device.split(lengths)
+        tables_LBM = torch.zeros(num_groups, size, max_blocks, dtype=torch.int32, device=device)
+        self._copied_LBM = torch.empty(0, dtype=torch.int32)  # what the first rows and columns of the tables are now
         self._batch = batch = Batch(  # kept: the graph reads its tensors at their addresses
             token_ids_T=token_ids,
             positions_T=positions,
             slots_LT=slots.view(num_groups, size),
             query_start_B1=torch.arange(size + 1, dtype=torch.int32, device=device),
             context_lens_B=context_lens,
-            block_tables_LBM=tables.view(num_groups, size, max_blocks),
+            block_tables_LBM=tables_LBM,
             num_decode_rows=size,
             policy=policy,
             adapters_T=adapters if adapted else None,
@@ -293,16 +298,18 @@ class _Graph:
     def run(self, arrays: StepArrays, chosen_R: Tensor | None) -> Tensor:
         num_rows = len(arrays.token_ids_T)
         self._pad(num_rows)
-        token_ids, positions, slots, context_lens, adapters, tables = self._fields
+        token_ids, positions, slots, context_lens, adapters = self._fields
         token_ids[:num_rows] = arrays.token_ids_T
         positions[:num_rows] = arrays.positions_T
         slots.reshape(-1, self._size)[:, :num_rows] = arrays.slots_LT
         context_lens[:num_rows] = arrays.context_lens_B
         if arrays.adapters_T is not None:
             adapters[:num_rows] = arrays.adapters_T
-        num_groups, _, width = arrays.block_tables_LBM.shape
-        tables.reshape(num_groups, self._size, -1)[:, :num_rows, :width] = arrays.block_tables_LBM
         overwrite(self._device, self._host)
+        if not np.array_equal(self._copied_LBM.numpy(), arrays.block_tables_LBM):
+            self._copied_LBM = torch.from_numpy(arrays.block_tables_LBM.copy())
+            width = self._copied_LBM.shape[2]
+            overwrite(self._batch.block_tables_LBM[:, :num_rows, :width], self._copied_LBM)
         if chosen_R is not None:
             self._batch.token_ids_T.copy_(resolve_deferred(self._batch.token_ids_T, chosen_R))
         hidden_TD = self._replay()
@@ -311,7 +318,7 @@ class _Graph:
 
     def _pad(self, first: int) -> None:
         """Set the rows from ``first`` on to padding."""
-        for field, padding in zip(self._fields, (0, 0, -1, 0, -1), strict=False):  # tables are not read
+        for field, padding in zip(self._fields, (0, 0, -1, 0, -1), strict=True):
             field[first:] = padding
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.model.device_work import DeviceWork
 from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Ledger
@@ -37,6 +38,7 @@ def make_graphs(
     num_policies: int = 1,
     *,
     num_groups: int = 1,
+    max_blocks: int = _MAX_BLOCKS,
     has_adapters: bool = False,
 ) -> DecodeGraphs:
     def capture(run: Callable[[], Tensor]) -> Replay:
@@ -49,7 +51,7 @@ def make_graphs(
         sizes=sizes,
         num_policies=num_policies,
         num_groups=num_groups,
-        max_blocks=_MAX_BLOCKS,
+        max_blocks=max_blocks,
         device=torch.device("cpu"),
         capture=capture,
         ledger=model.ledger,
@@ -118,6 +120,51 @@ def test_each_group_of_layers_has_its_slots_and_its_table() -> None:
     for num_rows in (8, 3):
         arrays = step(num_rows, num_blocks=_MAX_BLOCKS, num_groups=3)
         assert torch.equal(graphs.run(arrays, 0), wanted(arrays))
+
+
+def test_tables_that_shrink_and_grow_are_those_of_the_step() -> None:
+    """In rows that come and go, also of a step whose tables are another size's last ones."""
+    graphs = make_graphs(Model(), sizes=(2, 4), num_groups=2)
+    sizes = [
+        (4, 6, 0),
+        (3, 2, 1),
+        (3, 2, 1),
+        (4, 5, 2),
+        (2, 5, 2),
+        (4, 5, 2),
+        (4, 1, 3),
+        (1, 6, 4),
+        (3, 6, 4),
+        (4, 6, 0),
+    ]
+    for num_rows, width, seed in sizes:
+        arrays = step(num_rows, width, seed, num_groups=2)
+        rows = graphs.run(arrays, 0)
+        for group, table_BM in enumerate(arrays.block_tables_LBM):
+            first = 5 + group * _MAX_BLOCKS
+            assert rows[:, first : first + width].tolist() == table_BM.tolist()
+
+
+def test_a_table_that_the_caller_changes_is_copied_again() -> None:
+    graphs, arrays = make_graphs(Model(), sizes=(2,)), step(2)
+    graphs.run(arrays, 0)
+    arrays.block_tables_LBM[0, 1, 2] += 1
+    assert torch.equal(graphs.run(arrays, 0)[:, :7], wanted(arrays))
+
+
+def test_a_step_copies_what_its_contexts_use_whatever_the_longest_context_is() -> None:
+    """4 bytes a number: four fixed ones and a slot a group for each row of the graph, and tables that are new."""
+
+    def copied(max_blocks: int) -> list[int]:
+        graphs, sizes = make_graphs(Model(), num_groups=2, max_blocks=max_blocks), list[int]()
+        for num_rows, width in ((8, 3), (8, 3), (5, 2), (1, 3)):
+            with DeviceWork(torch.device("cpu")) as work:
+                graphs.run(step(num_rows, width, num_groups=2), 0)
+            sizes.append(work.copied_bytes)
+        return sizes
+
+    fixed = 4 * (4 + 2)
+    assert copied(6) == copied(6000) == [8 * (fixed + 24), 8 * fixed, 8 * fixed + 5 * 2 * 8, fixed + 24]
 
 
 def test_rows_beyond_the_step_become_padding_again() -> None:
