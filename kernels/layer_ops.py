@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available
-from tightwire.kernels.cpu.rows import add_rms_norm_cpu, rms_norm_cpu, rotate_and_cache_cpu, swiglu_cpu
+from tightwire.kernels.cpu.rows import add_rms_norm_cpu, rotate_and_cache_cpu, swiglu_cpu
 from tightwire.kernels.spec.layer_ops import (
     HeadNorms,
     NormForm,
@@ -28,8 +28,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     """``rms_norm_reference``, equal to it except for the order of the float32 sum over D; in the dtype of the weight."""
     check_norm(x_TD, x_TD, weight_D)
     if x_TD.is_cuda:
-        return _triton().rms_norm(x_TD, weight_D, form)
-    return (rms_norm_cpu if available() else rms_norm_reference)(x_TD, weight_D, form)
+        return _triton().add_rms_norm(x_TD, None, weight_D, form)[0]
+    return add_rms_norm_cpu(x_TD, None, weight_D, form)[0] if available() else rms_norm_reference(x_TD, weight_D, form)
 
 
 def add_rms_norm(

@@ -12,42 +12,23 @@ from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, addresses, run_on
 from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
 
 
-def rms_norm_cpu(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
-    out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype)
-    _norm(out_TD, None, x_TD, None, weight_D, form, None)
-    return out_TD
-
-
 def add_rms_norm_cpu(
     x_TD: Tensor,
-    residual_TD: Tensor,
+    residual_TD: Tensor | None,
     weight_D: Tensor | None,
     form: NormForm,
     x_weight_D: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Without a residual x is normalized, and there is no sum."""
     out_TD = torch.empty(x_TD.shape, dtype=dtype if weight_D is None else weight_D.dtype)
-    sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype)
-    _norm(out_TD, sum_TD, x_TD, residual_TD, weight_D, form, x_weight_D)
+    sum_TD = out_TD if residual_TD is None else torch.empty(x_TD.shape, dtype=x_TD.dtype)
+    places = addresses(out_TD, None if residual_TD is None else sum_TD, x_TD, residual_TD, weight_D)
+    strides = [0 if each is None else each.stride(0) * each.element_size() for each in (x_TD, residual_TD)]
+    kinds = NUMBER_KIND[out_TD.dtype], NUMBER_KIND[x_TD.dtype]
+    arguments = *places, *strides, x_TD.shape[1], *kinds, *form, *addresses(x_weight_D)
+    run_on_rows("tw_norm", struct("tw_norm_args", arguments), *x_TD.shape)
     return out_TD, sum_TD
-
-
-def _norm(
-    out: Tensor,
-    total: Tensor | None,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    form: NormForm,
-    x_weight: Tensor | None,
-) -> None:
-    num_tokens, size = x.shape
-    number_bytes = x.element_size()
-    places = addresses(out, total, x, residual, weight)
-    strides = x.stride(0) * number_bytes, 0 if residual is None else residual.stride(0) * number_bytes
-    kinds = NUMBER_KIND[out.dtype], NUMBER_KIND[x.dtype]
-    arguments = *places, *strides, size, *kinds, *form, *addresses(x_weight)
-    run_on_rows("tw_norm", struct("tw_norm_args", arguments), num_tokens, size)
 
 
 def rotate_and_cache_cpu(

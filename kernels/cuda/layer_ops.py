@@ -21,47 +21,30 @@ _TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest
 _GATED_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 threads
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
-    """Compute ``layer_ops.rms_norm_reference``; only the order of the float32 sum over D and the root's last bit differ."""
-    out_TD = torch.empty(x_TD.shape, dtype=weight_D.dtype, device=x_TD.device)
-    _normalize(x_TD, None, weight_D, None, out_TD, out_TD, form)
-    return out_TD
-
-
 def add_rms_norm(
     x_TD: Tensor,
-    residual_TD: Tensor,
+    residual_TD: Tensor | None,
     weight_D: Tensor | None,
     form: NormForm,
     x_weight_D: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``layer_ops.add_rms_norm_reference``: the normalized sum and the sum itself, both new tensors."""
-    out_TD = torch.empty(x_TD.shape, dtype=dtype if weight_D is None else weight_D.dtype, device=x_TD.device)
-    sum_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    _normalize(x_TD, residual_TD, weight_D, x_weight_D, out_TD, sum_TD, form)
-    return out_TD, sum_TD
+    """Compute ``layer_ops.add_rms_norm_reference``: the normalized sum and the sum itself, both new tensors.
 
-
-def _normalize(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    x_weight: Tensor | None,
-    out: Tensor,
-    total: Tensor,
-    form: NormForm,
-) -> None:
-    num_rows, size = x.shape
+    Without a residual x is normalized, and there is no sum. The order of the float32 sum over D and the root's last bit differ.
+    """
+    num_rows, size = x_TD.shape
     if size > _MAX_ROW_ELEMS:
         raise ValueError(f"rms_norm takes rows of at most {_MAX_ROW_ELEMS} numbers, got {size}")
-    if not num_rows:
-        return
+    out_TD = torch.empty(x_TD.shape, dtype=dtype if weight_D is None else weight_D.dtype, device=x_TD.device)
+    sum_TD = out_TD if residual_TD is None else torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
     # Those that are missing are not read.
-    tensors = [x if each is None else each for each in (residual, weight, x_weight)]
-    given = x, *tensors, out, total, x.stride(0), tensors[0].stride(0), size, *form
-    uses = residual is not None, weight is not None, x_weight is not None, triton.next_power_of_2(size)
-    launch(_rms_norm_row, num_rows, x.device, *given, *uses)
+    tensors = [x_TD if each is None else each for each in (residual_TD, weight_D, x_weight_D)]
+    given = x_TD, *tensors, out_TD, sum_TD, x_TD.stride(0), tensors[0].stride(0), size, *form
+    uses = residual_TD is not None, weight_D is not None, x_weight_D is not None, triton.next_power_of_2(size)
+    if num_rows:
+        launch(_rms_norm_row, num_rows, x_TD.device, *given, *uses)
+    return out_TD, sum_TD
 
 
 @triton.jit(do_not_specialize=["eps", "offset", "scale"])

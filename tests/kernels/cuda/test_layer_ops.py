@@ -28,7 +28,7 @@ def _check_norm(group: Group) -> None:
                 assert torch.equal(total, want_total) and total.dtype == sum_dtype, f"{dtype} {size}"
                 assert out.dtype == dtype
                 _assert_norm_close(out, want)
-                _assert_norm_close(layer_ops.rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS))
+                _assert_norm_close(layer_ops.add_rms_norm(x, None, weight, EPS)[0], rms_norm_reference(x, weight, EPS))
 
 
 def _assert_norm_close(out: torch.Tensor, want: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ def _check_norm_refusals(group: Group) -> None:
     from tightwire.kernels.cuda import layer_ops
 
     with pytest.raises(ValueError, match="at most 65536"):
-        layer_ops.rms_norm(torch.ones(1, 65537), torch.ones(65537), EPS)
+        layer_ops.add_rms_norm(torch.ones(1, 65537), None, torch.ones(65537), EPS)
 
 
 def test_norm_in_the_interpreter(interpreted: InterpretedRank) -> None:

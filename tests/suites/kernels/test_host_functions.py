@@ -42,7 +42,7 @@ def _layer(num_tokens: int) -> Run:
     x, weight = torch.empty(num_tokens, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
     gate_up = torch.empty(num_tokens, 28672, dtype=BF16)
     return lambda: (
-        layer_ops.rms_norm(x, weight, NormForm(1e-5)),
+        layer_ops.add_rms_norm(x, None, weight, NormForm(1e-5)),
         layer_ops.add_rms_norm(x, x.clone(), weight, NormForm(1e-5)),
         layer_ops.swiglu(gate_up),
     )
