@@ -26,6 +26,8 @@ from tightwire.kernels.spec.packed import PackedMatrix
 
 _ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
 _OUTPUTS = tl.constexpr(32)
+_FEW_OUTPUTS = 8192  # their programs leave a large GPU idle, so each takes twice the warps
+_SHARED_BYTES = 96 << 10  # that a program takes at most: compute capability 8.6 has 99 KiB
 _UNPACKED = tl.constexpr(128)  # pieces of a program that unpacks
 
 
@@ -41,7 +43,8 @@ def linear_packed(
     out_TO = torch.empty(num_rows, num_outputs, dtype=out_dtype or x_TD.dtype, device=x_TD.device)
     num_programs = -(-num_rows // _ROWS.value) * -(-num_outputs // _OUTPUTS.value)
     if num_programs:
-        layout = layout_of(weight_OD.format, weight_OD.by_plane)
+        few = num_outputs <= _FEW_OUTPUTS and x_TD.dtype != torch.float32
+        layout = layout_of(weight_OD.format, weight_OD.by_plane, few_programs=few)
         sizes = num_rows, num_outputs, depth, x_TD.stride(0), weight_OD.blocks_OB.stride(0)
         given = x_TD, *_views(weight_OD), bias_O, out_TO, *sizes, layout
         launch(_packed_product, num_programs, x_TD.device, *given, **launch_options(layout, x_TD.dtype))
@@ -73,7 +76,9 @@ def launch_options(layout: BlockLayout, dtype: torch.dtype) -> dict[str, int]:
     """
     if dtype == torch.float32:
         return {"num_warps": layout.num_pieces, "num_stages": 2}
-    num_stages = 3 if layout.packed.codes.high_bits else 4
+    high_bits = layout.packed.codes.high_bits > 0
+    piece_bytes = _OUTPUTS.value * layout.width * (layout.num_phases + high_bits) + 2 * _ROWS.value * layout.piece_elems
+    num_stages = 1 + min(3 - high_bits, _SHARED_BYTES // (layout.num_pieces * piece_bytes))
     most = 80 if layout.piece_elems == 32 and layout.by_plane else 128
     return {"num_warps": layout.num_pieces, "num_stages": num_stages, "maxnreg": most}
 
@@ -91,20 +96,25 @@ def _packed_product(
     num_phases: tl.constexpr = LAYOUT.num_phases
     num_pieces: tl.constexpr = LAYOUT.num_pieces
     run_elems: tl.constexpr = LAYOUT.run_elems
-    num_tiles = tl.cdiv(num_outputs, _OUTPUTS)
-    row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
-    output_O = tl.program_id(0) % num_tiles * _OUTPUTS + tl.arange(0, _OUTPUTS)
+    step: tl.constexpr = LAYOUT.scale_step
+    row_tiles = tl.cdiv(num_rows, _ROWS)  # those of the same weights follow each other
+    row_R = tl.program_id(0) % row_tiles * _ROWS + tl.arange(0, _ROWS)
+    output_O = tl.program_id(0) // row_tiles * _OUTPUTS + tl.arange(0, _OUTPUTS)
     kept_R, kept_O = row_R < num_rows, output_O < num_outputs
     x_1RW = (row_R.to(tl.int64)[:, None] * x_stride + tl.arange(0, LAYOUT.width)[None, :])[None, :, :]
     row_1O1 = (output_O.to(tl.int64) * row_bytes)[None, :, None]
     total_PRO = tl.zeros((num_pieces, _ROWS, _OUTPUTS), tl.float32)
+    piece_P11, kept_1O1 = tl.arange(0, num_pieces)[:, None, None], kept_O[None, :, None]
+    next_scales = _scales(blocks, halves, row_1O1, piece_P11, kept_1O1, depth, LAYOUT)
     for first in range(0, depth // LAYOUT.piece_elems, num_pieces):
         piece_P11 = first + tl.arange(0, num_pieces)[:, None, None]
         kept_P11 = piece_P11 < depth // LAYOUT.piece_elems
-        kept_PO1, kept_PR1 = kept_P11 & kept_O[None, :, None], kept_P11 & kept_R[None, :, None]
-        start_P11, block_number_P11, low_PO1, fifths_PO1, scales_PO1, high_POW = find_piece(
+        kept_PO1, kept_PR1 = kept_P11 & kept_1O1, kept_P11 & kept_R[None, :, None]
+        start_P11, block_number_P11, low_PO1, fifths_PO1, _, high_POW = find_piece(
             blocks, row_1O1, piece_P11, kept_PO1, depth, LAYOUT
         )
+        scales = next_scales
+        next_scales = _scales(blocks, halves, row_1O1, piece_P11 + num_pieces, kept_1O1, depth, LAYOUT)
         for phase in tl.static_range(num_phases):
             low_POW = load_bytes(blocks, low_PO1 + phase * LAYOUT.phase_bytes, kept_PO1, LAYOUT.width)
             for part in tl.static_range(phase * LAYOUT.phase_elems, phase * LAYOUT.phase_elems + run_elems, run):
@@ -122,20 +132,41 @@ def _packed_product(
                     x_sum_PRO = sum_PRO
                 sum_PRO = tl.dot(x_PRW, codes_PWO, sum_PRO, input_precision="ieee")
                 if packed.has_minimum:
-                    ones_PWO = tl.full(codes_PWO.shape, 1, x_PRW.dtype)
-                    x_sum_PRO = tl.dot(x_PRW, ones_PWO, x_sum_PRO, input_precision="ieee")
+                    ones_POW = _ones(low_POW, x_PRW)
+                    x_sum_PRO = tl.dot(x_PRW, tl.permute(ones_POW, (0, 2, 1)), x_sum_PRO, input_precision="ieee")
                 if (part + run) % packed.scale_elems == 0 or run > packed.scale_elems:
-                    scale_PO1, minimum_PO1 = load_scales(
-                        blocks, halves, scales_PO1, block_number_P11 + part, kept_PO1, LAYOUT
-                    )
-                    total_PRO = tl.fma(sum_PRO, tl.permute(scale_PO1, (0, 2, 1)), total_PRO)
+                    total_PRO = tl.fma(sum_PRO, tl.permute(scales[part // step * 2], (0, 2, 1)), total_PRO)
                     if packed.has_minimum:
-                        total_PRO = tl.fma(x_sum_PRO, tl.permute(minimum_PO1, (0, 2, 1)), total_PRO)
+                        total_PRO = tl.fma(x_sum_PRO, tl.permute(scales[part // step * 2 + 1], (0, 2, 1)), total_PRO)
     total_RO = tl.sum(total_PRO, 0)
     if bias is not None:
         total_RO += widened(tl.load(raw(bias) + output_O, mask=kept_O, other=0))[None, :]
     place_RO = row_R.to(tl.int64)[:, None] * num_outputs + output_O[None, :]
     tl.store(raw(out) + place_RO, narrowed(total_RO, out.dtype.element_ty), mask=kept_R[:, None] & kept_O[None, :])
+
+
+@triton.jit
+def _scales(blocks, halves, row_1O1, piece_P11, kept_1O1, depth, LAYOUT: tl.constexpr):
+    """Scale and minimum of each part of a piece, loaded an iteration before they are used: a few bytes that nothing else waits for."""
+    kept_PO1 = kept_1O1 & (piece_P11 < depth // LAYOUT.piece_elems)
+    _, number_P11, _, _, scales_PO1, _ = find_piece(blocks, row_1O1, piece_P11, kept_PO1, depth, LAYOUT)
+    unit: tl.constexpr = LAYOUT.unit
+    step: tl.constexpr = LAYOUT.scale_step
+    found = ()
+    for part in tl.static_range(0, unit, step):
+        found = found + load_scales(blocks, halves, scales_PO1, number_P11 + part, kept_PO1, LAYOUT)
+    return found
+
+
+@triton.jit
+def _ones(low, x):
+    """Ones that seem to depend on ``low``, or Triton would not load it ahead of its use."""
+    if x.dtype == tl.float32:
+        return tl.full(low.shape, 1, x.dtype)
+    else:
+        one: tl.constexpr = "0x3C003C00;" if x.dtype == tl.float16 else "0x3F803F80;"
+        ptx: tl.constexpr = "mov.b32 $0, " + one + " mov.b32 $1, " + one
+        return tl.inline_asm_elementwise(ptx, "=r,=r,r", [low], dtype=x.dtype, is_pure=True, pack=4)  # pyright: ignore[reportArgumentType]
 
 
 @triton.constexpr_function

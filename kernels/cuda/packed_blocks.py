@@ -49,11 +49,12 @@ class BlockLayout:
     phase_bytes: int
     phase_elems: int  # numbers from one phase to the next
     num_phases: int
+    scale_step: int  # numbers of a unit for which a piece has one scale
     piece_elems: int
     num_pieces: int  # those of an iteration, one for each warp
 
 
-def layout_of(packed: PackedFormat, by_plane: bool) -> BlockLayout:
+def layout_of(packed: PackedFormat, by_plane: bool, *, few_programs: bool = False) -> BlockLayout:
     codes, planes, scales = packed.codes, packed.codes.planes(packed.block_elems), scale_bytes(packed)
 
     def section(at: int) -> Section:
@@ -81,8 +82,9 @@ def layout_of(packed: PackedFormat, by_plane: bool) -> BlockLayout:
         phase_bytes=phase_bytes,
         phase_elems=phase_bytes if phase_bytes < codes.run else run_elems,
         num_phases=num_phases,
+        scale_step=max(phase_bytes, packed.scale_elems),
         piece_elems=piece_elems,
-        num_pieces=8 if piece_elems <= 64 else 4,
+        num_pieces=(8 if piece_elems <= 64 else 4) * (1 + few_programs),
     )
 
 

@@ -6,6 +6,7 @@ that differ most.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,7 @@ def test_swiglu(gelu: bool) -> None:
     [
         ("Q8_0", torch.bfloat16, A100),
         ("Q4_1", torch.float32, L40),
+        ("Q4_1", torch.bfloat16, H100),
         ("Q5_1", torch.float16, L40),
         ("Q2_K", torch.bfloat16, A100),
         ("Q3_K", torch.float16, L40),
@@ -286,15 +288,18 @@ def test_swiglu(gelu: bool) -> None:
 def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
     """Sixteen-bit numbers are multiplied in matrix units, float32 not, as they would round it; unpacked ones leave as vectors.
 
-    Codes of rows by plane arrive sixteen bytes at once, ahead of their use; what is loaded otherwise are scales.
+    Codes of rows by plane arrive sixteen bytes at once, ahead of their use; what is loaded otherwise are scales, an iteration ahead: as
+    many before the loop as in it.
     """
     from tightwire.kernels.cuda.linear_packed import _packed_product, _unpack, launch_options
     from tightwire.kernels.cuda.packed_blocks import layout_of
     from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 
     packed, types = PACKED_FORMATS[name], {"blocks": "*u8", "halves": "*fp16", "out": TYPES[dtype], "row_bytes": "i64"}
-    for by_plane in (True, *((False,) if name in ("Q4_K", "Q6_K") else ())):  # streamed layers are not by plane
-        layout = layout_of(packed, by_plane)
+    few = capability != H100  # programs; they have twice the warps, and the least shared memory
+    ways = [(True, few), *([(False, few)] if name in ("Q4_K", "Q6_K") else ()), *([(True, not few)] if _AOT else ())]
+    for by_plane, few_programs in ways:  # streamed layers are not by plane
+        layout = layout_of(packed, by_plane, few_programs=few_programs and dtype != torch.float32)
         operands = types | dict.fromkeys(("x", "bias"), TYPES[dtype]) | {"row_bytes": "i32"}
         options = launch_options(layout, dtype)
         product = _compiled(_packed_product, capability, operands, {"LAYOUT": layout}, **options)
@@ -303,9 +308,22 @@ def test_packed_product(name: str, dtype: torch.dtype, capability: int) -> None:
         assert ("mma.sync" in ptx) == (dtype != torch.float32) and "tf32" not in ptx
         assert "st.global.v4" in unpacked and "fma.rn" not in unpacked
         if by_plane:
-            num_planes = layout.num_phases + (packed.codes.high_bits > 0)
-            assert ptx.count("cp.async.cg") >= options["num_stages"] * num_planes and ptx.count("ld.global") <= 18
             assert "ld.global.v4" in unpacked
+        if by_plane and dtype != torch.float32:
+            num_planes = layout.num_phases + (packed.codes.high_bits > 0)
+            before, loop = _around_loop(ptx)
+            assert loop.count("cp.async.cg") >= num_planes + 1 and "ld.global.v4" not in ptx
+            ahead = before.count("ld.global")
+            assert 0 < ahead == loop.count("ld.global") - 2 * (packed.codes.fifths_at > 0)
+
+
+def _around_loop(ptx: str) -> tuple[str, str]:
+    """What is before a kernel's loop, and the loop: between a label and the last branch back to it."""
+    labels = [(match[1], match.start()) for match in re.finditer(r"^(\$L__BB\w+):", ptx, re.MULTILINE)]
+    back = {start: ptx.rfind(f"bra \t{name};") for name, start in labels}
+    start = max(back, key=lambda start: back[start] - start)
+    assert back[start] > start, "no loop"
+    return ptx[:start], ptx[start : back[start]]
 
 
 @pytest.mark.parametrize(("number", "capability"), [("bf16", H100), *([("fp32", A100), ("fp16", L40)] if _AOT else ())])
