@@ -2,15 +2,13 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypedDict, TypeVar
+from typing import Any, Self, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -20,6 +18,7 @@ from tightwire.comm.errors import CommError, Numbered
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import Transport
+from tightwire.comm.transport.deadline import within
 from tightwire.comm.transport.in_process import InProcessTransport, ThreadExchange
 from tightwire.comm.transport.peer_access import add_peer_memory, host_identity
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
@@ -27,8 +26,6 @@ from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.comm.transport.socket_join import SocketOptions, connect_ranks, interface_address, source_address
 from tightwire.comm.transport.sockets import SocketTransport
 from tightwire.comm.transport.store_notes import FactExchange, FailureNotes
-
-_T = TypeVar("_T")
 
 _LOOPBACK = "127.0.0.1"
 # An address of a documentation network (RFC 5737). Connecting a UDP socket to it sends no packet.
@@ -223,26 +220,6 @@ def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict
     group = gloo(store, topology.rank, topology.world_size, options)
     make_loop_threads_batch()  # after connecting: a thread sets its name only when it first runs
     return group
-
-
-def within(timeout_s: float, make: Callable[[], _T], late: Callable[[], str]) -> _T:
-    """The result of ``make``, which runs in a thread that nobody awaits any longer after ``timeout_s``.
-
-    CommError: it is late; ``late`` gives the message.
-    """
-    made: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except Exception as error:  # noqa: BLE001 - raised where it is awaited
-            made.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="connects").start()
-    try:
-        return made.result(timeout_s)
-    except TimeoutError:
-        raise CommError(late()) from None
 
 
 def _gloo_is_late(rank: int, timeout_s: float) -> str:

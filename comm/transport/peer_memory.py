@@ -8,7 +8,8 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from tightwire.comm.codec.codec import Carried, Codec, slices_for
 from tightwire.comm.errors import CollectiveTimeoutError, CommError, name_ranks
 from tightwire.comm.protocols import KernelSums
+from tightwire.comm.transport.deadline import within
 from tightwire.comm.transport.store_notes import FactExchange
 from tightwire.kernels.cuda.all_reduce import Part, PeerBuffers, buffer_bytes, max_part_elems, one_shot, two_shot
 
@@ -92,7 +94,18 @@ _PATTERN_BYTES = 16
 _IPC_DEVICE = 6  # place of the device among the arguments of torch.multiprocessing.reductions.rebuild_cuda_tensor
 _PAGE = mmap.PAGESIZE
 
-_Mapping = Callable[[int], tuple[list[Tensor], object]]
+_T = TypeVar("_T")
+
+
+_Mapped = tuple[list[Tensor], object]  # views of all ranks' memory, and what keeps it mapped
+
+
+class _Way(NamedTuple):
+    """A way to map memory of other ranks. A rank may fail in each part, after which none begins the next."""
+
+    name: str
+    offer: Callable[[int], Any]  # this rank's memory, of so many bytes
+    join: Callable[[Any], _Mapped]  # given what was offered
 
 
 def map_peer_buffers(
@@ -107,58 +120,86 @@ def map_peer_buffers(
     num_blocks = min(num_blocks, torch.cuda.get_device_properties(device).multi_processor_count)
     num_blocks = min(int(told) for told in exchange.share("blocks", str(num_blocks).encode()))
     size = buffer_bytes(send_bytes, num_blocks, world_size)
-    ways: list[tuple[str, _Mapping]] = [
-        ("symmetric memory", lambda size: _map_symmetric(size, exchange, store, device)),
-        ("CUDA IPC", lambda size: _map_ipc(size, exchange, device)),
+    ways = [
+        _Way(
+            "symmetric memory",
+            partial(_offer_symmetric, exchange, store, device),
+            partial(_join_symmetric, exchange, device),
+        ),
+        _Way("CUDA IPC", partial(_offer_ipc, device), partial(_join_ipc, exchange, device)),
     ]
     uuids = exchange.share("device", str(torch.cuda.get_device_properties(device).uuid).encode())
     if len(set(uuids)) < world_size:
         ways = ways[1:]  # symmetric memory does not support ranks that share a GPU
     objections: list[str] = []
-    for name, mapping in ways:
-        views, memory, objection = _try(mapping, size)
-        objection = exchange.first_objection(name, objection)
-        if objection is None:
-            objection = exchange.first_objection(f"{name}, written", _verify(views, exchange, name, device))
-        if objection is None:
+    for way in ways:
+        mapped, objection = _map(way, size, exchange, device)
+        if mapped is not None and objection is None:
             return PeerBuffers(
-                addresses=torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=device),
+                addresses=torch.tensor([view.data_ptr() for view in mapped[0]], dtype=torch.int64, device=device),
                 rank=exchange.rank,
                 send_bytes=send_bytes,
                 num_blocks=num_blocks,
                 failure=torch.zeros(1, dtype=torch.int32).pin_memory(),
-                memory=(views, memory),
+                memory=mapped,
             )
-        objections.append(f"{name}: {objection}")
+        objections.append(f"{way.name}: {objection}")
     raise CommError(f"peer memory is unavailable ({'; '.join(objections)})")
 
 
-def _try(mapping: _Mapping, size: int) -> tuple[list[Tensor], object, str | None]:
+def _map(way: _Way, size: int, exchange: FactExchange, device: torch.device) -> tuple[_Mapped | None, str | None]:
+    """What a way maps, or the objection of one rank."""
+    offered, objection = _try(partial(way.offer, size))
+    if objection := exchange.first_objection(f"{way.name}, own", objection):
+        return None, objection
+    mapped, objection = _try(partial(way.join, offered))
+    objection = exchange.first_objection(way.name, objection)
+    if mapped is None or objection:
+        return None, objection
+    return mapped, exchange.first_objection(f"{way.name}, written", _verify(mapped[0], exchange, way.name, device))
+
+
+def _try(make: Callable[[], _T]) -> tuple[_T | None, str | None]:
+    """The result or an objection, which the other ranks must learn, whatever error of a driver or an alpha API it is."""
     try:
-        views, memory = mapping(size)
-    except Exception as error:  # noqa: BLE001, the other ranks must learn of any error of a driver or an alpha API
-        return [], None, (str(error).splitlines() or [type(error).__name__])[0]
-    return views, memory, None
+        return make(), None
+    except Exception as error:  # noqa: BLE001
+        return None, (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _map_symmetric(
-    size: int, exchange: FactExchange, store: Store, device: torch.device
-) -> tuple[list[Tensor], object]:
-    symmetric: Any = torch._C._distributed_c10d._SymmetricMemory  # pyright: ignore[reportAttributeAccessIssue]
+def _symmetric() -> Any:
+    return torch._C._distributed_c10d._SymmetricMemory  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _offer_symmetric(exchange: FactExchange, store: Store, device: torch.device, size: int) -> Tensor:
     # Torch keeps groups by name for a whole process; all ranks must use the same name.
     name = exchange.share("symmetric group", f"tightwire-peer-memory-{os.getpid()}-{id(exchange)}".encode())[0].decode()
-    symmetric.set_group_info(name, exchange.rank, exchange.world_size, store)
-    own = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
-    handle = symmetric.rendezvous(own)
-    return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(exchange.world_size)], (own, handle)
+    _symmetric().set_group_info(name, exchange.rank, exchange.world_size, store)
+    return _symmetric().empty_strided_p2p((size,), (1,), torch.uint8, device, name)
 
 
-def _map_ipc(size: int, exchange: FactExchange, device: torch.device) -> tuple[list[Tensor], object]:
+def _join_symmetric(exchange: FactExchange, device: torch.device, own: Tensor) -> _Mapped:
+    def meet() -> Any:
+        with torch.cuda.device(device):  # a thread begins with the first device
+            return _symmetric().rendezvous(own)
+
+    # Half, because ranks whose own call has ended wait for this rank's objection.
+    limit_s = exchange.timeout_s / 2
+    handle = within(limit_s, meet, lambda: f"torch's rendezvous did not end in {limit_s:g} s")
+    views = [handle.get_buffer(rank, (len(own),), torch.uint8) for rank in range(exchange.world_size)]
+    return views, (own, handle)
+
+
+def _offer_ipc(device: torch.device, size: int) -> tuple[Tensor, bytes]:
     own = torch.zeros(size, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
-    handles = exchange.share("handles", pickle.dumps(reduce_tensor(own)))
+    return own, pickle.dumps(reduce_tensor(own))
+
+
+def _join_ipc(exchange: FactExchange, device: torch.device, offered: tuple[Tensor, bytes]) -> _Mapped:
+    own, own_handle = offered
     views = []
-    for rank, handle in enumerate(handles):
+    for rank, handle in enumerate(exchange.share("handles", own_handle)):
         if rank == exchange.rank:
             views.append(own)  # a process cannot open its own handle
         else:

@@ -23,21 +23,21 @@ class FactExchange:
     def __init__(
         self, store: Store, *, rank: int, world_size: int, timeout_s: float, doing: str = "set up peer memory"
     ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._store, self._timeout_s, self._doing = store, timeout_s, doing
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self._store, self._doing = store, doing
 
     def share(self, topic: str, fact: bytes) -> list[bytes]:
         """All ranks' facts on a new ``topic``, in rank order; raises CollectiveTimeoutError with the missing ranks."""
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], fact)  # pyright: ignore[reportArgumentType]: bytes are taken too
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout_s))
+            self._store.wait(keys, timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             absent: list[int] = []
             with contextlib.suppress(RuntimeError):  # the store is unreachable
                 absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise CollectiveTimeoutError(
-                f"rank {self.rank} waited {self._timeout_s:g} s for all ranks to {self._doing} ({topic}); "
+                f"rank {self.rank} waited {self.timeout_s:g} s for all ranks to {self._doing} ({topic}); "
                 f"{name_ranks(absent)} of {self.world_size} did not. Were they started, with the same store and world size?",
                 absent,
             ) from error

@@ -17,11 +17,12 @@ from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # pyri
 
 from tightwire.comm.errors import name_ranks, renumbered
 from tightwire.comm.group import nodes
-from tightwire.comm.group.group import Group, open_process_group, within
+from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.numa import RankPlace, bind_rank
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
+from tightwire.comm.transport.deadline import within
 from tightwire.comm.transport.socket_join import SocketOptions, read_secret
 from tightwire.kernels.cpu.allocator import keep_freed_memory
 from tightwire.model.adapters.peft import open_adapter

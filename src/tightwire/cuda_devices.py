@@ -59,7 +59,7 @@ def why_no_launch() -> str:
 
 @cache
 def cuda_devices() -> tuple[Sequence[CudaDevice], str]:
-    """The CUDA devices that ranks can use, in torch's order, and why there are no more, or empty; a child tries them."""
+    """The CUDA devices that ranks can use, in their order, and why there are no more, or empty; a child tries them."""
     if not torch_has_cuda():
         return (), "this torch is built without CUDA"
     if reason := why_no_launch() if has_driver() else "this machine has no NVIDIA driver (libcuda.so.1)":
@@ -73,7 +73,8 @@ def cuda_devices() -> tuple[Sequence[CudaDevice], str]:
 def run_child(command: Sequence[str]) -> tuple[str, str]:
     """What a program that uses CUDA prints, and why it failed, or empty. This process would keep the memory that CUDA takes."""
     try:
-        child = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_LIMIT_S)
+        env = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as ranks have it
+        child = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_LIMIT_S, env=env)
     except subprocess.TimeoutExpired:
         return "", f"CUDA did not answer within {_LIMIT_S:g} s"
     said = [line for line in child.stderr.splitlines() if line.strip() and not line.startswith(_ADVICE)]

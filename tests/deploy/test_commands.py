@@ -1,8 +1,12 @@
 """Every command line and option file in deploy/ is one that `tightwire serve` accepts."""
 
+import ast
+import importlib
 import os
+import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -45,6 +49,26 @@ def test_shell_scripts_parse(path: Path) -> None:
     checked = subprocess.run(["bash", "-n", path], check=False, capture_output=True, text=True, timeout=20)
     assert checked.returncode == 0, checked.stderr
     assert os.access(path, os.X_OK) or path.suffix == ".sbatch"
+
+
+def test_what_the_dockerfiles_programs_import_is_there() -> None:
+    """Each module, and each name that is taken from one."""
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    runs = [line for line in text.splitlines() if line.startswith("RUN ")]
+    programs = [ast.parse(program) for line in runs for program in re.findall(r"python3? -c '([^']*)'", line)]
+    imported = list[str]()
+    for program in programs:
+        modules = dict[str, ModuleType]()
+        for node in ast.walk(program):
+            assert not isinstance(node, ast.ImportFrom), "not looked at here"
+            if isinstance(node, ast.Import):
+                for each in node.names:
+                    modules[each.asname or each.name] = importlib.import_module(each.name)
+                    imported.append(each.name)
+        for node in ast.walk(program):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                getattr(modules[node.value.id], node.attr)
+    assert imported == ["importlib.metadata", "tightwire.cuda_devices"]
 
 
 def test_files_that_compose_mounts_exist() -> None:

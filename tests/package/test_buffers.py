@@ -3,7 +3,9 @@
 import random
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -196,8 +198,15 @@ def test_the_same_owner_waits_for_its_own_slot() -> None:
 
 
 def test_pinned_memory_has_the_size_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own would be rounded up: 172 GB for the 140 GB of a 70B model."""
+    """Torch's own would be rounded up: 172 GB for the 140 GB of a 70B model. It is given back on the device that copies it."""
     pinned: dict[int, int] = {}
+    here, used_on = [1], list[int]()
+
+    @contextmanager
+    def on_device(device: int) -> Iterator[None]:
+        here.append(device)
+        yield
+        here.pop()
 
     class Runtime:
         def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
@@ -206,18 +215,22 @@ def test_pinned_memory_has_the_size_that_was_asked_for(monkeypatch: pytest.Monke
 
         def cudaHostUnregister(self, address: int) -> int:
             del pinned[address]
+            used_on.append(here[-1])
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: used_on.append(here[-1]))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: here[-1])
+    monkeypatch.setattr(torch.cuda, "device", on_device)
     memory = page_aligned(3 * 4096 + 5, CPU, pinned=True)
     assert pinned == {memory.data_ptr(): 3 * 4096 + 5} and memory.data_ptr() % 4096 == 0
     part = memory[4096:].fill_(7)
     del memory
     assert len(pinned) == 1 and int(part.sum()) == 7 * len(part)
+    here[:] = [0]  # as in a thread that has set no device
     del part
-    assert not pinned
+    assert not pinned and used_on == [1, 1] and here == [0]
 
 
 def test_a_piece_that_several_passes_use_is_released_by_the_last() -> None:

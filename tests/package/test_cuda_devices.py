@@ -8,6 +8,7 @@ import pytest
 
 from tightwire import cuda_devices as devices
 from tightwire.cuda_devices import CudaDevice, cuda_devices, why_no_launch
+from tightwire.server.ranks.processes import _environment
 
 
 @pytest.fixture
@@ -60,6 +61,13 @@ def test_the_child_ends_with_torchs_reason(cuda_build: pytest.MonkeyPatch) -> No
     cuda_build.setenv("CUDA_VISIBLE_DEVICES", "")
     found, reason = cuda_devices()
     assert not found and reason
+
+
+def test_the_child_has_the_ranks_order_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own is by speed: the memory of one device would be planned for another."""
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    asked = _child("import os; print(os.environ['CUDA_DEVICE_ORDER'])")
+    assert devices.run_child(asked) == (_environment(1, "")["CUDA_DEVICE_ORDER"] + "\n", "")
 
 
 def test_what_a_launch_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,15 +9,18 @@ import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.kernels.interpreted import InterpretedRanks, needs_triton
 from torch import Tensor
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.names import split_name
@@ -25,6 +28,7 @@ from tightwire.comm.codec.codec import Feedback
 from tightwire.comm.errors import CollectiveTimeoutError
 from tightwire.comm.group.group import Group
 from tightwire.comm.transport.process_group import ProcessGroupTransport
+from tightwire.comm.transport.store_notes import FactExchange
 
 pytestmark = needs_triton
 
@@ -172,16 +176,49 @@ class _OtherRank:
         return [fact, pickle.dumps((_opened, (1, 0, 0, 0, 0, 0, 1, 0)))]
 
 
-def test_memory_of_another_gpu_is_opened_for_the_device_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_another_gpu_is_opened_for_the_device_that_reads_it() -> None:
+    from tightwire.comm.transport.peer_memory import _join_ipc
+
+    exchange: Any = _OtherRank()
+    views, _ = _join_ipc(exchange, torch.device("cuda", 0), (torch.zeros(16), b""))
+    assert views[1].tolist() == [1, 0], "opened under device 1, this rank's kernels may not touch it"
+
+
+@pytest.mark.parametrize("fault", ["no memory", "no handles", "no end"])
+def test_a_way_that_one_rank_cannot_go_is_left_by_all(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They learn why at once or, where rank 1 stays in torch's rendezvous, before they give each other up."""
     from tightwire.comm.transport import peer_memory
 
-    zeros = torch.zeros
-    monkeypatch.setattr(peer_memory.torch, "zeros", lambda *size, **options: zeros(*size))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(peer_memory, "reduce_tensor", lambda tensor: None)
-    exchange: Any = _OtherRank()
-    views, _ = peer_memory._map_ipc(16, exchange, torch.device("cuda", 0))
-    assert views[1].tolist() == [1, 0], "opened under device 1, this rank's kernels may not touch it"
+    never, device = threading.Event(), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    mapped = SimpleNamespace(get_buffer=lambda *_: None)
+    symmetric = SimpleNamespace(rendezvous=lambda own: never.wait(60.0) if int(own) else mapped)
+    monkeypatch.setattr(peer_memory, "_symmetric", lambda: symmetric)
+
+    def map_on(rank: int) -> object:
+        def fail(of: str) -> None:
+            if rank and fault == of:
+                raise RuntimeError(f"{of}\nand more")
+
+        def offer(size: int) -> Tensor:
+            fail("no memory")
+            return torch.full((1,), rank)
+
+        def join(own: Tensor) -> Any:
+            fail("no handles")
+            return peer_memory._join_symmetric(exchange, device, own)
+
+        store = FileStore(os.fspath(tmp_path / "store"), 2)
+        exchange = FactExchange(store, rank=rank, world_size=2, timeout_s=2.0)
+        return peer_memory._map(peer_memory._Way("a way", offer, join), 16, exchange, device)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(map_on, range(2)))
+    never.set()
+    said = "torch's rendezvous did not end in 1 s" if fault == "no end" else fault
+    assert found == [(None, f"rank 1: {said}")] * 2
 
 
 @pytest.mark.parametrize("fault", ["none", "lost writes", "stale reads"])
