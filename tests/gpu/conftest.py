@@ -4,13 +4,6 @@ import pytest
 import torch
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A warning of a driver or a library that no other machine gives says nothing about the kernels: it is no error."""
-    for item in items:
-        if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu"):
-            item.add_marker(pytest.mark.filterwarnings("default"))
-
-
 @pytest.fixture(autouse=True)
 def _devices(request: pytest.FixtureRequest) -> None:
     wanted = 2 if request.node.get_closest_marker("multi_gpu") else 1

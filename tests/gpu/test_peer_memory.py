@@ -66,18 +66,22 @@ def _check_sums(group: Group, store_path: str) -> None:
 
 
 def _check_graphs(group: Group, store_path: str) -> None:
-    """A captured call is replayed on new numbers, with other calls in between."""
     on_gpu = _on_one_device(group, store_path)
+    _check_replays(on_gpu, lambda name: make_all_reduce(name, group))
+
+
+def _check_replays(on_gpu: Group, expected_of: Callable[[str], Callable[[Tensor], Tensor]]) -> None:
+    """A captured call is replayed on new numbers, with other calls in between."""
     for name in ("one-shot", "two-shot", "flash-int8"):
-        expected, all_reduce = make_all_reduce(name, group), make_all_reduce(name, on_gpu)
-        x = torch.zeros(4096, dtype=torch.bfloat16, device="cuda")
+        expected, all_reduce = expected_of(name), make_all_reduce(name, on_gpu)
+        x = torch.zeros(4096, dtype=torch.bfloat16, device=on_gpu.device)
         all_reduce(x)  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             result = all_reduce(x)
         for seed in range(5):
-            mine = _input(group.rank, 4096, torch.bfloat16, seed)
+            mine = _input(on_gpu.rank, 4096, torch.bfloat16, seed)
             x.copy_(mine)
             graph.replay()
             assert torch.equal(result.cpu(), expected(mine)), f"{name}, replay {seed}"
@@ -86,8 +90,27 @@ def _check_graphs(group: Group, store_path: str) -> None:
         on_gpu.transport.barrier()
 
 
-def _check_over_nccl(group: Group, store_path: str) -> None:
-    """Each rank on a GPU of its own: the same bits and bytes as the generic algorithms over NCCL, where peers can be had."""
+def _check_eager(on_gpu: Group, expected_of: Callable[[str], Callable[[Tensor], Tensor]]) -> None:
+    for name in ALGORITHMS:
+        for num_elems in SIZES:
+            x = _input(on_gpu.rank, num_elems, torch.bfloat16)
+            result = make_all_reduce(name, on_gpu)(x.to(on_gpu.device))
+            assert torch.equal(result.cpu(), expected_of(name)(x)), f"{name} {num_elems}"
+    on_gpu.transport.barrier()
+
+
+_CHECKS = {"eager": _check_eager, "graph": _check_replays}
+_WAYS = {"symmetric memory": "_offer_ipc", "CUDA IPC": "_offer_symmetric"}  # and what is left out then
+
+
+def _check_beside_nccl(group: Group, store_path: str, way: str, check: str) -> None:
+    """Each rank on a GPU of its own: the same bits as the generic algorithms over NCCL."""
+    from tightwire.comm.transport import peer_memory
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("left out here")
+
+    setattr(peer_memory, _WAYS[way], refuse)
     device = torch.device("cuda", group.rank)
     torch.cuda.set_device(device)
     topology, store = Topology(group.rank, group.world_size), FileStore(store_path, group.world_size)
@@ -96,14 +119,8 @@ def _check_over_nccl(group: Group, store_path: str) -> None:
         open_process_group(topology, **options, name="nccl") as plain,
         open_process_group(topology, **options, name="peers", peer_blocks=32) as over_peers,
     ):
-        if over_peers.transport.fused is None:
-            return  # the log says why; NCCL has its own tests
-        for name in ALGORITHMS:
-            for num_elems in SIZES:
-                x = _input(group.rank, num_elems, torch.bfloat16).to(device)
-                want = make_all_reduce(name, plain)(x)
-                assert torch.equal(make_all_reduce(name, over_peers)(x), want), f"{name} {num_elems}"
-        over_peers.transport.barrier()
+        assert over_peers.transport.fused is not None, over_peers.no_peer_memory
+        _CHECKS[check](over_peers, lambda name: lambda x: make_all_reduce(name, plain)(x.to(device)).cpu())
 
 
 @pytest.mark.parametrize("check", [_check_sums, _check_graphs])
@@ -123,6 +140,9 @@ def test_ranks_simulated_by_one_process(world_size: int, device: torch.device) -
 
 
 @pytest.mark.multi_gpu
-def test_a_gpu_for_each_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("check", _CHECKS)
+@pytest.mark.parametrize("way", _WAYS)
+def test_a_gpu_for_each_rank(way: str, check: str, tmp_path: Path) -> None:
+    """Peer memory that is refused is a failure: the message says why."""
     world_size = min(8, torch.cuda.device_count())
-    run_ranks(world_size, _check_over_nccl, os.fspath(tmp_path / "store"), timeout_s=250.0)
+    run_ranks(world_size, _check_beside_nccl, os.fspath(tmp_path / "store"), way, check, timeout_s=250.0)
