@@ -71,6 +71,7 @@ class RunnerOptions:
     overlap: bool = False  # on CPU, compute one half of a prefill step while the ranks sum the other half
     most_rows: int | None = None  # prefill steps with more rows are computed in parts
     graphs_up_to: int = 0  # on CUDA, capture decode steps of up to this many rows; the same on all ranks
+    cuts_head: bool = False  # steps may use a part of the head's rows, so graphs leave the product with it out
     stages: StagePlan | None = None  # that prompts pass; None: all ranks compute prompts together
     parts: Layout | None = None  # in hybrid, of each rank in the layers of its stage
     stage_codec: str = "none"  # of hidden states between stages
@@ -108,8 +109,10 @@ def build_runner(
         if config.first_layer:
             most = options.graphs_up_to, model.hidden_size
             model.before_TD = torch.zeros(most, dtype=model.residual_dtype, device=replica.device)
+        have_head = options.stages is None and not options.cuts_head
         graphs = DecodeGraphs(
-            model.forward,
+            (lambda batch: model.logits(model.forward(batch))) if have_head else model.forward,
+            have_head=have_head,
             sizes=graph_sizes(options.graphs_up_to),
             num_policies=parallel.num_policies,
             num_groups=cache.groups.num,

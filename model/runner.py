@@ -3,6 +3,7 @@
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -75,11 +76,16 @@ class ModelRunner:
         """
         if isinstance(self.stages, PromptStages):
             return self._execute_staged(plan, self.stages)
-        rows_R, passage = ints(plan.logit_rows), self.stages
-        hidden_TD = self._run_layers(plan, chosen_R) if passage is None else self._run_stage(plan, passage, rows_R)
-        if hidden_TD is None or not len(rows_R):
+        rows_R, passage, gives_logits = ints(plan.logit_rows), self.stages, False
+        if passage is not None:
+            rows_TX = self._run_stage(plan, passage, rows_R)
+        else:
+            rows_TX, gives_logits = self._run_layers(plan, chosen_R)
+        if rows_TX is None or not len(rows_R):
             return None
-        return self._model.logits(hidden_TD[self._to_device(rows_R)])
+        if not np.array_equal(rows_R, np.arange(len(rows_TX))):
+            rows_TX = rows_TX[self._to_device(rows_R)]
+        return rows_TX if gives_logits else self._model.logits(rows_TX)
 
     def choose(self, plan: StepPlan, logits_RV: Tensor | None, banned: bytes = b"") -> Tensor | Pending | None:
         """Choose the tokens of a plan that was executed, together with the other ranks; returns ``TokenChooser.choose``'s results.
@@ -98,30 +104,31 @@ class ModelRunner:
         assert self.choice_gather is not None, "a plan of several replicas, and there is one"
         return self.choice_gather.gather(plan.gather_sizes, results, plan.phase)
 
-    def _run_layers(self, plan: StepPlan, chosen_R: Tensor | None) -> Tensor | None:
-        """Return (T, D) after the last layer; None if the plan has no tokens."""
+    def _run_layers(self, plan: StepPlan, chosen_R: Tensor | None) -> tuple[Tensor | None, bool]:
+        """Return ``_run_arrays``'s results; None if the plan has no tokens."""
         if not plan.token_ids:
             for span in self.weights.spans if self.lockstep else ():  # fetch and release every layer without computing
                 for index in span:
                     self.weights.layer(index)
                 for index in span:
                     self.weights.release(index)
-            return None
+            return None, False
         return self._run_arrays(StepArrays.from_plan(plan, self.cache.block_size, self.cache.groups), plan, chosen_R)
 
-    def _run_arrays(self, step: StepArrays, plan: StepPlan, chosen_R: Tensor | None) -> Tensor:
+    def _run_arrays(self, step: StepArrays, plan: StepPlan, chosen_R: Tensor | None) -> tuple[Tensor, bool]:
+        """Return (T, D) after the last layer and False, or from a graph that has the head the logits (T, local_V) and True."""
         arrays = self.cache.begin(step)
         num_chosen = num_deferred(arrays.token_ids_T)
         chosen_R = self._model.parallel.last_chosen(chosen_R, num_chosen, plan.phase) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
-            return self._graphs.run(arrays, plan.policy, chosen_R)
+            return self._graphs.run(arrays, plan.policy, chosen_R), self._graphs.have_head
         policy = plan.policy % self._model.num_policies  # later ones are these again, with prompts in another way
         parts, first, rows_R = [], 0, ints(plan.logit_rows)
         for part in self._parts(arrays):
             own_R = rows_R[(rows_R >= first) & (rows_R < first + len(part.token_ids_T))] - first
             parts.append(self._batch(part, policy, chosen_R, own_R))
             first += len(part.token_ids_T)
-        return self._model.forward(*parts, lane=self._lane if len(parts) > 1 else None)
+        return self._model.forward(*parts, lane=self._lane if len(parts) > 1 else None), False
 
     def _execute_staged(self, plan: StepPlan, stages: PromptStages) -> Tensor | None:
         """Compute decode rows with all ranks and this rank's chunk of prompt rows; results are those of ``execute``."""
@@ -130,7 +137,7 @@ class ModelRunner:
         if plan.staged and together is not None:
             together, entering = split_prompts(together)
         stages.begin(plan, entering)
-        hidden_TD = None if together is None else self._run_arrays(together, plan, None)
+        hidden_TD = None if together is None else self._run_arrays(together, plan, None)[0]
         rows_R, num_rows = ints(plan.logit_rows), 0 if together is None else len(together.token_ids_T)
         leaving_R = rows_R[rows_R >= num_rows] - num_rows
         leaving_TD = stages.run(lambda arrays: self._batch(arrays, 0, None, leaving_R if stages.is_last else None))
@@ -205,13 +212,14 @@ class DecodeGraphs:
     """Graphs of ``forward`` for each of ``sizes`` rows and each policy, captured by the constructor.
 
     With ``has_adapters`` there are twice as many: steps without adapters replay graphs without their kernels.
+    ``have_head``: ``forward`` returns logits; else hidden states.
 
     A decode step of a large model is hundreds of short kernels, which take longer to launch than to run. A graph records
     the launches, including the AllReduces, with fixed tensor addresses, so each step's inputs are copied into the same
     tensors. A step of B rows uses the next larger graph; the other rows are padding: no context, slot -1, result ignored.
     The plan alone determines the graph, so all ranks use the same one.
 
-    Cost: about ten milliseconds and a few MB per size and policy; all graphs share one activation pool.
+    Cost: about ten milliseconds and a few MB per size and policy; all graphs share one activation pool, also for results.
     """
 
     def __init__(
@@ -226,12 +234,13 @@ class DecodeGraphs:
         capture: Capture,
         ledger: Ledger,
         has_adapters: bool = False,
+        have_head: bool = False,
     ) -> None:
-        self._sizes = sorted(sizes)
+        self._sizes, self.have_head = sorted(sizes), have_head
         # Largest first, so that the smaller graphs reuse its activation memory in the pool.
         self._graphs = {
             (size, policy, adapted): _Graph(
-                forward, (size, policy, adapted), (num_groups, max_blocks), device, capture, ledger
+                forward, (size, policy, adapted), (num_groups, max_blocks, self._sizes[-1]), device, capture, ledger
             )
             for size in reversed(self._sizes)
             for policy in range(num_policies)
@@ -239,12 +248,13 @@ class DecodeGraphs:
         }
 
     def fits(self, arrays: StepArrays) -> bool:
-        """Return True if a graph covers the step: decode rows only, one per sequence, and few enough."""
-        num_rows = len(arrays.token_ids_T)
-        return arrays.num_decode_rows == num_rows == len(arrays.context_lens_B) <= self._sizes[-1]
+        """Return True if a graph covers the step: decode rows only, one per sequence, and few enough, as in the last step."""
+        num_rows, most = len(arrays.token_ids_T), self._sizes[-1]
+        is_decode = arrays.num_decode_rows == num_rows == len(arrays.context_lens_B)
+        return is_decode and num_rows <= most and num_deferred(arrays.token_ids_T) <= most
 
     def run(self, arrays: StepArrays, policy: int, chosen_R: Tensor | None = None) -> Tensor:
-        """Return (B, D) hidden states, valid until the next step. ``chosen_R``: the tokens of the last step."""
+        """Return (B, D) hidden states or (B, V) logits, valid until the next step. ``chosen_R``: the tokens of the last step."""
         num_rows = len(arrays.token_ids_T)
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
         return self._graphs[size, policy, arrays.adapters_T is not None].run(arrays, chosen_R)[:num_rows]
@@ -260,25 +270,28 @@ class _Graph:
         self,
         forward: Callable[[Batch], Tensor],
         kind: tuple[int, int, bool],
-        table_sizes: tuple[int, int],
+        most: tuple[int, int, int],
         device: torch.device,
         capture: Capture,
         ledger: Ledger,
     ) -> None:
-        """``kind``: the number of rows, the policy, and True if rows have adapters. ``table_sizes``: groups, and blocks."""
+        """``kind``: the number of rows, the policy, and True if rows have adapters. ``most``: groups, blocks, chosen tokens."""
         size, policy, adapted = kind
-        num_groups, max_blocks = table_sizes
+        num_groups, max_blocks, most_chosen = most
         self._size, self._ledger = size, ledger
-        widths = (1, 1, num_groups, 1, 1)
-        self._host = torch.zeros(size * sum(widths), dtype=torch.int32)
-        self._device = torch.zeros_like(self._host, device=device)
-        lengths = [size * width for width in widths]
+        lengths = [size * width for width in (1, 1, 1, num_groups, 1, 1)]
+        self._host = torch.zeros(sum(lengths), dtype=torch.int32)
         self._fields = [part.numpy() for part in self._host.split(lengths)]
-        token_ids, positions, slots, context_lens, adapters = self._device.split(lengths)
+        # The last step's tokens lie before the plan's, so that one index finds a row's among both.
+        numbers = torch.zeros(most_chosen + len(self._host), dtype=torch.int32, device=device)
+        self._chosen, self._device = numbers.split([most_chosen, len(self._host)])
+        self._places = np.arange(most_chosen, most_chosen + size)  # of the plan's tokens
+        given, sources, positions, slots, context_lens, adapters = self._device.split(lengths)
+        known = numbers[: most_chosen + size]
         tables_LBM = torch.zeros(num_groups, size, max_blocks, dtype=torch.int32, device=device)
         self._copied_LBM = torch.empty(0, dtype=torch.int32)  # what the first rows and columns of the tables are now
         self._batch = batch = Batch(  # kept: the graph reads its tensors at their addresses
-            token_ids_T=token_ids,
+            token_ids_T=torch.zeros_like(given),
             positions_T=positions,
             slots_LT=slots.view(num_groups, size),
             query_start_B1=torch.arange(size + 1, dtype=torch.int32, device=device),
@@ -290,16 +303,22 @@ class _Graph:
         )
         self._pad(0)
         overwrite(self._device, self._host)
-        forward(batch)  # compiles kernels and allocates workspaces, which is not allowed during capture
+
+        def run() -> Tensor:
+            torch.index_select(known, 0, sources, out=batch.token_ids_T).clamp_(min=0)
+            return forward(batch)
+
+        run()  # compiles kernels and allocates workspaces, which is not allowed during capture
         before = {count[:3]: count for count in ledger.counters.counts()}
-        self._replay = capture(lambda: forward(batch))
+        self._replay = capture(run)
         self._counts = [count.since(before.get(count[:3])) for count in ledger.counters.counts()]
 
     def run(self, arrays: StepArrays, chosen_R: Tensor | None) -> Tensor:
         num_rows = len(arrays.token_ids_T)
         self._pad(num_rows)
-        token_ids, positions, slots, context_lens, adapters = self._fields
+        token_ids, sources, positions, slots, context_lens, adapters = self._fields
         token_ids[:num_rows] = arrays.token_ids_T
+        sources[:num_rows] = np.where(arrays.token_ids_T < 0, -1 - arrays.token_ids_T, self._places[:num_rows])
         positions[:num_rows] = arrays.positions_T
         slots.reshape(-1, self._size)[:, :num_rows] = arrays.slots_LT
         context_lens[:num_rows] = arrays.context_lens_B
@@ -311,14 +330,14 @@ class _Graph:
             width = self._copied_LBM.shape[2]
             overwrite(self._batch.block_tables_LBM[:, :num_rows, :width], self._copied_LBM)
         if chosen_R is not None:
-            self._batch.token_ids_T.copy_(resolve_deferred(self._batch.token_ids_T, chosen_R))
-        hidden_TD = self._replay()
+            self._chosen[: len(chosen_R)] = chosen_R
+        rows_TX = self._replay()
         self._ledger.add_replayed(self._counts)
-        return hidden_TD
+        return rows_TX
 
     def _pad(self, first: int) -> None:
         """Set the rows from ``first`` on to padding."""
-        for field, padding in zip(self._fields, (0, 0, -1, 0, -1), strict=True):
+        for field, padding in zip(self._fields, (0, self._places[first:], 0, -1, 0, -1), strict=True):
             field[first:] = padding
 
 
@@ -335,6 +354,9 @@ def cuda_capture(pool: Any) -> Capture:
             raise RuntimeError(
                 f"a decode step could not be captured as a CUDA graph; --no-cuda-graphs turns graphs off: {error}"
             ) from error
+        # Not that tensor: its memory is the pool's again, because the results of all sizes would take hundreds of MB.
+        at = SimpleNamespace(__cuda_array_interface__=result.view(torch.uint8).__cuda_array_interface__)
+        result = torch.as_tensor(at, device=result.device).view(result.dtype)
 
         def replay() -> Tensor:
             graph.replay()

@@ -181,14 +181,13 @@ def _rank_bytes(inputs: MemoryInputs, model: LlamaConfig, shard: Shard, weights:
 def _activation_bytes(inputs: MemoryInputs, shard: Shard, num_columns: int, max_parts: int, *, has_head: bool) -> int:
     """The peak of a step: the MLP's two halves, of ``num_columns``, and the residual, and the rank's columns of the logits.
 
-    CUDA graphs keep the activations of the largest decode step as well. Each further part of a step that shares a layer
-    holds the residual, its increment, and the sum in flight.
+    CUDA graphs keep the activations and the logits of the largest decode step as well. Each further part of a step that
+    shares a layer holds the residual, its increment, and the sum in flight.
     """
     model, options, elem = inputs.model, inputs.options, inputs.elem_bytes
-    num_tokens = options.max_num_batched_tokens
-    if inputs.device == "cuda" and options.cuda_graphs and not options.kv_offload:
-        num_tokens += options.max_num_seqs
+    in_graphs = inputs.device == "cuda" and options.cuda_graphs and not options.kv_offload
+    num_tokens = options.max_num_batched_tokens + in_graphs * options.max_num_seqs
     layer = elem * num_tokens * (4 * model.hidden_size + 3 * num_columns)
     layer += elem * (max_parts - 1) * options.max_num_batched_tokens * 3 * model.hidden_size
     # Rows that choose a token are copied when prompts are scored beside them, and again when they are edited or drawn from by kind.
-    return layer + 4 * (MAX_SCORED_ROWS + 3 * options.max_num_seqs) * len(shard.vocab_rows) * has_head
+    return layer + 4 * (MAX_SCORED_ROWS + (3 + in_graphs) * options.max_num_seqs) * len(shard.vocab_rows) * has_head

@@ -335,7 +335,7 @@ def _load(
     work: RankWork,
     progress: Callable[[float], None] = lambda fraction: None,
     *,
-    bounded: bool = True,
+    drafts: bool = False,
     parts: Layout | None = None,
 ) -> ModelRunner:
     plan, engine, prepared = work.plan, work.config.engine, checkpoint.prepared
@@ -352,7 +352,7 @@ def _load(
             sum_dtype=getattr(torch, plan.sum_dtype),
             max_model_len=plan.max_model_len,
             num_blocks=plan.num_blocks,
-            groups=LayerGroups.of(checkpoint.config) if plan.stages is None and bounded else None,
+            groups=LayerGroups.of(checkpoint.config) if plan.stages is None and not drafts else None,
             buffer_blocks=plan.buffer_blocks,
             block_size=BLOCK_SIZE,
             formats=formats,
@@ -364,6 +364,7 @@ def _load(
             parts=parts,
             stage_codec=plan.stage_codec,
             graphs_up_to=engine.max_num_seqs if engine.cuda_graphs else 0,
+            cuts_head=drafts,
             adapters=AdapterRoom(plan.adapters.num_slots, plan.adapters.max_rank) if plan.adapters else None,
         ),
         progress,
@@ -383,6 +384,6 @@ def _load_draft(work: RankWork, alone: Group, cores: set[int]) -> DraftRunner:
     whole["activations"] = choose_activations("fastest", plan.device, formats.packed)
     own = msgspec.structs.replace(plan, num_blocks=plan.num_blocks * plan.num_replicas, **whole)
     given = checkpoint, split_model(checkpoint.config, formats, 1), formats, RankGroups(alone)
-    runner = _load(*given, msgspec.structs.replace(work, plan=own), bounded=False)
+    runner = _load(*given, msgspec.structs.replace(work, plan=own), drafts=True)
     # Stages compute while rank 0 drafts, and with an emulated link the other ranks stand for other hosts.
     return DraftRunner(runner, set() if plan.is_pipeline or work.config.parallel.link else cores)

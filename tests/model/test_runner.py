@@ -22,12 +22,13 @@ class Model:
     """Hidden states that name everything a row was given; one collective a pass."""
 
     def __init__(self) -> None:
-        self.ledger, self.batches = Ledger(), list[Batch]()
+        self.ledger, self.batches, self.replays = Ledger(), list[Batch](), False
 
     def forward(self, batch: Batch) -> Tensor:
-        self.batches.append(batch)
-        self.ledger.begin("all_reduce", "one-shot", 100 * len(batch.token_ids_T), batch.phase)
-        self.ledger.end(50 * len(batch.token_ids_T))
+        if not self.replays:
+            self.batches.append(batch)
+            self.ledger.begin("all_reduce", "one-shot", 100 * len(batch.token_ids_T), batch.phase)
+            self.ledger.end(50 * len(batch.token_ids_T))
         columns = (batch.token_ids_T, batch.positions_T, *batch.slots_LT, batch.context_lens_B)
         return torch.cat([torch.stack(columns, 1), *batch.block_tables_LBM], 1) + 1000 * batch.policy
 
@@ -43,8 +44,12 @@ def make_graphs(
 ) -> DecodeGraphs:
     def capture(run: Callable[[], Tensor]) -> Replay:
         run()
-        batch = model.batches[-1]
-        return lambda: Model.forward(Model(), batch)  # reads the tensors as they are by then, and counts nowhere
+
+        def replay() -> Tensor:
+            model.replays = True
+            return run()  # reads the tensors as they are by then
+
+        return replay
 
     return DecodeGraphs(
         model.forward,
@@ -153,7 +158,7 @@ def test_a_table_that_the_caller_changes_is_copied_again() -> None:
 
 
 def test_a_step_copies_what_its_contexts_use_whatever_the_longest_context_is() -> None:
-    """4 bytes a number: four fixed ones and a slot a group for each row of the graph, and tables that are new."""
+    """4 bytes a number: five fixed ones and a slot a group for each row of the graph, and tables that are new."""
 
     def copied(max_blocks: int) -> list[int]:
         graphs, sizes = make_graphs(Model(), num_groups=2, max_blocks=max_blocks), list[int]()
@@ -163,7 +168,7 @@ def test_a_step_copies_what_its_contexts_use_whatever_the_longest_context_is() -
             sizes.append(work.copied_bytes)
         return sizes
 
-    fixed = 4 * (4 + 2)
+    fixed = 4 * (5 + 2)
     assert copied(6) == copied(6000) == [8 * (fixed + 24), 8 * fixed, 8 * fixed + 5 * 2 * 8, fixed + 24]
 
 
@@ -187,6 +192,20 @@ def test_deferred_tokens_are_resolved_in_the_graphs_own_tokens() -> None:
     hidden = graphs.run(arrays, 0, torch.tensor([70, 80, 90], dtype=torch.int32))
     assert hidden[:, 0].tolist() == [80, 9, 70]
     assert torch.equal(hidden[:, 1:7], wanted(arrays)[:, 1:])
+
+
+def test_deferred_tokens_without_a_choice_become_token_0() -> None:
+    arrays = step(2)
+    arrays.token_ids_T[:] = [-1, -8]
+    chosen_R = torch.tensor([-1, *range(2, 8), 70], dtype=torch.int32)
+    assert make_graphs(Model()).run(arrays, 0, chosen_R)[:, 0].tolist() == [0, 70]
+
+
+def test_more_chosen_tokens_than_the_largest_graph_has_rows_fit_none() -> None:
+    graphs, arrays = make_graphs(Model(), sizes=(2, 4)), step(2)
+    for token_id, fits in ((-4, True), (-5, False)):
+        arrays.token_ids_T[1] = token_id
+        assert graphs.fits(arrays) == fits
 
 
 def test_each_policy_has_its_own_graphs() -> None:

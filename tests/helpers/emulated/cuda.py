@@ -10,7 +10,9 @@ races between streams, the memory order of hardware, and speed do not show.
 # pyright: reportAttributeAccessIssue=false
 
 import contextlib
+import ctypes
 import functools
+import math
 import mmap
 import os
 import threading
@@ -412,6 +414,13 @@ def install() -> None:
     torch.Generator = _Generator  # pyright: ignore
     make = torch.tensor
     torch.tensor = lambda data, *, device=None, **kwargs: make(data, **kwargs).to(device or "cpu")  # pyright: ignore
+    as_tensor = torch.as_tensor
+
+    def at_address(data: Any, **kwargs: Any) -> Tensor:
+        interface = None if isinstance(data, Tensor) else getattr(data, "__cuda_array_interface__", None)
+        return as_tensor(data, **kwargs) if interface is None else _memory_at(interface)
+
+    torch.as_tensor = at_address
     _interpret()
     run = threading.Thread.run
 
@@ -421,6 +430,12 @@ def install() -> None:
 
     threading.Thread.run = run_emulated  # pyright: ignore
     _Everywhere().__enter__()
+
+
+def _memory_at(interface: dict[str, Any]) -> CudaTensor:
+    """The bytes at an address of the device. A graph's work keeps the memory of its results."""
+    memory = (ctypes.c_uint8 * math.prod(interface["shape"])).from_address(interface["data"][0])
+    return CudaTensor(torch.frombuffer(memory, dtype=torch.uint8).view(interface["shape"]), _index())
 
 
 def _interpret() -> None:

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _ALLOCATE = ("empty", "new_empty", "empty_like", "empty_strided")
-_COPIES = ("copy_", "_to_copy")
+_COPIES = ("copy_", "_to_copy", "to")
 
 
 class DeviceWork(TorchDispatchMode):
@@ -32,6 +32,8 @@ class DeviceWork(TorchDispatchMode):
         if name in _COPIES and to_device and isinstance(source, Tensor) and source.device.type == "cpu":
             self.copied_bytes += source.nbytes
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if name == "to":  # in inference mode, where operations come whole
+            is_view = result is source
         if to_device and not is_view and name not in _ALLOCATE:
             self.operations[name] += 1
         return result

@@ -120,6 +120,13 @@ def test_the_default_fits_and_holds_a_sequence(device: str, tp: int) -> None:
     assert made.num_blocks * 16 >= made.max_model_len
 
 
+def test_graphs_keep_the_activations_and_the_logits_of_the_largest_decode_step() -> None:
+    given = {"max_num_seqs": 48, "max_model_len": 4096}
+    with_graphs, without = (budget(80, 2, "cuda", cuda_graphs=graphs, **given).ranks[0] for graphs in (True, False))
+    layer = 2 * (4 * 2048 + 3 * 8192 // 2)
+    assert with_graphs.activations - without.activations == 48 * (layer + 4 * 128_256 // 2)
+
+
 def test_plenty_of_memory_gives_what_all_sequences_need() -> None:
     made = budget(1000, max_num_seqs=4, max_model_len=4096)
     assert made.num_blocks == 4 * 4096 // 16
