@@ -28,7 +28,7 @@ class Flow(NamedTuple):
 
     num_layers: int
     num_bytes: int  # in stored form
-    fetch_s: float  # time of the fetching thread; on CUDA until the copies were queued
+    fetch_s: float  # time of the fetching thread, which on CUDA waits for its copies
     waited_s: float  # time that passes waited for layers
     late_s: float  # time that passes waited for other ranks to gather too; not part of the other times
 
@@ -126,7 +126,7 @@ class LayerFetcher:
         self.store, self._plain, self._order = store, plain, order
         self.pool = BufferPool(NUM_BUFFERS, max(plain[layer].num_bytes for layer in order), device, traced=True)
         self.num_layers = self.num_bytes = 0  # fetched since the start; bytes as stored
-        self.fetch_s = 0.0  # excludes waits for other ranks; on CUDA ends when the copies are queued
+        self.fetch_s = 0.0  # excludes waits for other ranks
         self._moved: Moved = lambda num_bytes: self.pool.moved()
         stored_bytes = max(store.stored[layer].num_bytes for layer in order)
         encoded = any(not store.stored[layer].is_plain for layer in order)
@@ -135,6 +135,7 @@ class LayerFetcher:
         self._threads = [self._thread("tightwire-weights", self.pool, self._stream, self._fetch)]
         self.read_pool: BufferPool | None = None  # buffers of stored layers; None: layers are read into ``pool``
         self._arrived: dict[int, Tensor] = {}  # layer -> bytes read from the store
+        self._copied: torch.cuda.Event | None = None  # the last copy of the store's own memory
         self._decoded_from: Tensor | None = None
         if encoded and self._copies:
             self._decoded_from = torch.empty(stored_bytes, dtype=torch.uint8, device=device)
@@ -210,7 +211,11 @@ class LayerFetcher:
                 source = self._decoded_from[: stored.num_bytes].copy_(source, non_blocking=True)
             stored.decode(source, plain, buffer.memory)
         if self._stream is not None and self._copies:
-            self._stream.synchronize()  # the next read must not overwrite a buffer that is still being copied
+            copied = self._stream.record_event()
+            if self.store.has_memory:  # never overwritten: the next copy is queued while this one runs
+                copied, self._copied = self._copied, copied
+            if copied is not None:
+                copied.synchronize()  # the next read must not overwrite a buffer that is still being copied
         self.read_pool.release(layer)
 
     def _read_ahead(self, layer: int, buffer: PoolBuffer) -> None:

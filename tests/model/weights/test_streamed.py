@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -369,6 +370,48 @@ def test_planned_sizes_equal_the_memory_in_use(
         assert (decoded_from is None) == (codec == "none")
     finally:
         weights.close()
+
+
+class _Copies:
+    """In place of a CUDA stream: the order in which copies are queued and waited for."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def record_event(self) -> Any:
+        number = sum(each.startswith("copy") for each in self.order)
+        self.order.append(f"copy {number}")
+        return SimpleNamespace(synchronize=lambda: self.order.append(f"wait {number}"))
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_a_copy_of_the_stores_own_memory_is_queued_while_the_last_one_runs(
+    checkpoint: Checkpoint, has_memory: bool
+) -> None:
+    """What is read into a buffer is waited for at once: the next read would overwrite it."""
+    config, plan, formats, cpu = checkpoint.config, plan_for(3, "host", "int8"), WeightFormats(), torch.device("cpu")
+    shard = make_layout(config, 1).shards[0]
+    layers = CheckpointStore.for_plan(checkpoint.reader(), config, shard, plan, torch.float32, formats)
+    loaded = load_weights(layers, plan, device=cpu, timeout_s=60.0)
+    assert isinstance(loaded, StreamedWeights)
+    loaded.store.has_memory = has_memory
+    plain = pack_model(config, shard, formats, torch.float32).plain
+    weights = StreamedWeights(loaded.outer, loaded._resident, loaded.store, plain, cpu, timeout_s=60.0)
+    copies = _Copies()
+    weights.fetcher._stream, weights.fetcher._copies = copies, True  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        weights.start()
+        for layer in (*plan.streamed, *plan.streamed):
+            weights.layer(layer)
+            weights.release(layer)
+    finally:
+        weights.close()
+        loaded.close()
+    waits = [(place, int(each.split()[1])) for place, each in enumerate(copies.order) if each.startswith("wait")]
+    assert len(waits) >= 4
+    for place, number in waits:
+        assert copies.order[:place].count(f"copy {number}") == 1
+        assert (f"copy {number + 1}" in copies.order[:place]) == has_memory
 
 
 def _slot_bytes(weights: StreamedWeights) -> int:
