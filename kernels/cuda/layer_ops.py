@@ -41,9 +41,10 @@ def add_rms_norm(
     # Those that are missing are not read.
     tensors = [x_TD if each is None else each for each in (residual_TD, weight_D, x_weight_D)]
     given = x_TD, *tensors, out_TD, sum_TD, x_TD.stride(0), tensors[0].stride(0), size, *form
-    uses = residual_TD is not None, weight_D is not None, x_weight_D is not None, triton.next_power_of_2(size)
+    uses, places = (residual_TD is not None, weight_D is not None, x_weight_D is not None), padded(size)
     if num_rows:
-        launch(_rms_norm_row, num_rows, x_TD.device, *given, *uses)
+        num_warps = min(16, max(4, places // 512))
+        launch(_rms_norm_row, num_rows, x_TD.device, *given, *uses, places, num_warps=num_warps)
     return out_TD, sum_TD
 
 
@@ -70,6 +71,8 @@ def _rms_norm_row(
     place = tl.arange(0, PLACES)
     kept = place < size
     value = widened(tl.load(raw(x) + row * x_stride + place, mask=kept, other=0))
+    if WEIGHTED:  # before the sum, which all threads wait for
+        factor = widened(tl.load(raw(weight) + place, mask=kept, other=0)) + offset
     if X_WEIGHTED:
         root = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, 0) / size + eps))
         value = value * root * (widened(tl.load(raw(x_weight) + place, mask=kept, other=0)) + offset)
@@ -80,7 +83,7 @@ def _rms_norm_row(
         value = widened(stored)
     if WEIGHTED:
         root = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, 0) / size + eps))
-        value = value * root * (widened(tl.load(raw(weight) + place, mask=kept, other=0)) + offset)
+        value = value * root * factor
     tl.store(raw(out) + row * size + place, narrowed(value, out.dtype.element_ty), mask=kept)
 
 
