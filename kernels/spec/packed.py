@@ -110,7 +110,7 @@ def quantize(x_OD: Tensor, packed: PackedFormat) -> PackedMatrix:
         most = 2 ** (packed.bits - 1) - 1
         least, offset = -most, 0 if packed.bits == 8 else 8
     # Not by a number of Python: CUDA would multiply by its inverse, which may round to another scale.
-    scale_OG1 = _float16_at_least(reach_OG1 / reach_OG1.new_tensor(most))
+    scale_OG1 = _float16_at_least(reach_OG1 / reach_OG1.new_full((), most))
     if not bool((scale_OG1.isfinite() & minimum_OG1.isfinite()).all()):
         raise ValueError(f"{packed.name} stores scales as float16; these numbers are too large, infinite or NaN")
     codes_OGN = ((x_OGN - minimum_OG1.float()) / scale_OG1.float()).round().clamp_(least, most)

@@ -21,7 +21,7 @@ _NUM_BYTES, _REPEATS = 64 << 20, 16
 
 
 class CopyRates(NamedTuple):
-    """Bytes that each GPU receives per second while all receive. ``gpus``: from the others, of the slowest pairs."""
+    """Bytes that each GPU receives per second while all receive. ``gpus``: from the others, of the slowest pairs; 0 of one GPU."""
 
     host: float
     gpus: float
@@ -40,7 +40,7 @@ def measure(num_gpus: int, num_bytes: int = _NUM_BYTES) -> CopyRates:
     own, into = ([torch.ones(num_bytes, dtype=torch.uint8, device=device) for device in devices] for _ in range(2))
     pinned = [torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in devices]
     turned = [[own[(number + shift) % num_gpus] for number in range(num_gpus)] for shift in range(1, num_gpus)]
-    return CopyRates(_rate(pinned, into), min(_rate(sources, into) for sources in turned))
+    return CopyRates(_rate(pinned, into), min((_rate(sources, into) for sources in turned), default=0.0))
 
 
 def _rate(sources: Sequence[Tensor], into: Sequence[Tensor]) -> float:

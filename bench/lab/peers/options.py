@@ -62,6 +62,7 @@ class RooflineOptions(OutputOptions):
     output_len: int = option(64, "tokens to generate", least=4)
     crowd: int = option(8, "requests in flight", least=1)
     batched_tokens: int = option(2048, "--max-num-batched-tokens of the server", least=1)
+    rate_size: int | None = option(None, "rows of the products that give a rate (default: 8192, CPU 2048)", least=1)
     server: bool = option(True, "start a server and measure it too")
     peer: bool = option(True, "measure transformers too")
     start_timeout: float = option(240.0, "longest start of the server, and run of transformers", metavar="S", above=0)

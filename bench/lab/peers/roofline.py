@@ -30,7 +30,7 @@ from tightwire.model.layout import make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.model.weights.formats import choose_formats, weight_bytes
 
-_SHORT_PROMPT = 128
+_SHORT_PROMPT, _SHOWN = 128, ("model", "tp", "quantization")
 _MS, _SHARE, _RATE = Column("ms", "seconds", ",.2f", 1e3), Column("share", "share", ".0%"), Column("of", "rate")
 _TOKENS = Column("tokens/s", "tokens_per_s", ",.1f")
 _PART_COLUMNS = (
@@ -59,10 +59,9 @@ class RooflineBench(Bench[RooflineOptions]):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server may not outlive this process
         options = self.options
         checkpoint = open_checkpoint(options.model)
-        rates = measure_rates(_device_of(options))
+        rates = measure_rates(_device_of(options), options.rate_size)
         torch.cuda.empty_cache()  # the server, another process, needs the memory
-        model = {"model": options.model, "tp": options.tp, "quantization": options.quantization}
-        self.facts = {**model, "device": _device_of(options), **rates}
+        self.facts = {name: getattr(options, name) for name in _SHOWN} | {"device": _device_of(options), **rates}
         copies, products = rates["copy_bytes_per_s"] / 1e9, rates["product_flops"] / 1e12
         self.print(f"copies read and write {copies:.0f} GB/s, products {products:.2f} TFLOP/s", "")
         self._measure_parts(rates, checkpoint.config.max_positions)
@@ -108,12 +107,12 @@ class RooflineBench(Bench[RooflineOptions]):
         return "Serving compared with the device's own rates", model
 
 
-def measure_rates(device: str) -> dict[str, float]:
+def measure_rates(device: str, size: int | None = None) -> dict[str, float]:
     """Bytes a second read and written by a copy, and FLOP/s of bfloat16 products (on a CPU of float32, if that is faster)."""
     is_cuda = device == "cuda"
-    source = torch.zeros((4 << 30) if is_cuda else (1 << 29), dtype=torch.uint8, device=device)
+    size, product_s = size or (8192 if is_cuda else 2048), list[float]()
+    source = torch.zeros((64 if is_cuda else 128) * size**2, dtype=torch.uint8, device=device)
     copy_s = _least_s(partial(torch.empty_like(source).copy_, source), device)
-    size, product_s = (8192 if is_cuda else 2048), list[float]()
     for dtype in [torch.bfloat16] if is_cuda else [torch.bfloat16, torch.float32]:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         product_s.append(_least_s(partial(torch.matmul, a, b), device))

@@ -51,6 +51,8 @@ def test_the_measurement_runs_on_emulated_devices(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("EMULATED_CUDA_DEVICES", "3")
     rates, why = copy_rates(3)
     assert rates is not None and min(rates) > 0, why
+    alone, why = copy_rates(1)
+    assert alone is not None and alone.host > 0 == alone.gpus, why
     monkeypatch.setenv("EMULATED_CUDA_DEVICES", "2")
     program = "from tightwire.server.plan.gpu_copies import measure; measure(3, 1 << 20)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

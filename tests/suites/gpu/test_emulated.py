@@ -33,6 +33,7 @@ def test_on_an_emulated_device() -> None:
     )
     chosen = "test_rules or test_decode_waits and not drawn or prompts_of_packed or has_the_losses or models_logits[1]"
     chosen += " or answer_as_one_rank or model_drafts or test_packed_model or own_ones[none] or test_decode_work"
+    chosen += " or quantized_on_the_device"
     run = subprocess.run(
         [*command, *(f"tests/gpu/test_{file}.py" for file in files), "-k", chosen],
         check=False,
@@ -43,4 +44,4 @@ def test_on_an_emulated_device() -> None:
         timeout=500,
     )
     assert run.returncode == 0, run.stdout[-8000:]
-    assert "35 passed" in run.stdout, run.stdout
+    assert "38 passed" in run.stdout, run.stdout
