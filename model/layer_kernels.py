@@ -80,7 +80,9 @@ class EagerLayers:
         self._adapters, self._key_biases = adapters, key_biases
         self._adapted = None if batch.adapters_T is None else AdapterRows.of(batch.adapters_T)
         lens = batch.query_start_B1, batch.context_lens_B
-        self._sequences = [PackedSequences(*lens, table, batch.num_decode_rows) for table in batch.block_tables_LBM]
+        num_decode = batch.num_decode_rows  # one launch of zeros for all layers, which follow each other
+        arrivals_TK = torch.zeros(num_decode, shard.local_kv_heads, dtype=torch.int32, device=cache.device)
+        self._sequences = [PackedSequences(*lens, table, num_decode, arrivals_TK) for table in batch.block_tables_LBM]
         self._head_groups = shard.head_groups(config.heads_per_kv_head)
         self._form, self._gelu = norm_form(config), config.activation == "gelu_tanh"
         rows = {(cos, sin): (cos[batch.positions_T], sin[batch.positions_T]) for cos, sin in set(angles)}

@@ -25,7 +25,7 @@ def paged_attention_cpu(
     groups = form.groups_of(q_THE, k_cache_NKPE)
     if not scale > 0 or window < 0 or not cap >= 0:
         raise ValueError(f"attention needs a positive scale, window and cap (or 0), got {scale}, {window} and {cap}")
-    indices, (_, context_lens_B, block_table_BM, _) = sequences[:3], sequences
+    _, context_lens_B, block_table_BM = indices = sequences[:3]
     check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form)
     num_tokens, num_heads, head_dim = q_THE.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape

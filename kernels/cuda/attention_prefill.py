@@ -43,7 +43,7 @@ def attend_prefill_rows(
     out_THE: Tensor,
 ) -> None:
     """Compute the rows after the decode rows into ``out_THE``; one launch."""
-    query_start_B1, context_lens_B, block_table_BM, first_row = sequences
+    query_start_B1, context_lens_B, block_table_BM, first_row = sequences[:4]
     num_tokens, _, head_dim = q_THE.shape
     num_kv_heads, num_seqs = k_cache_NKPE.shape[1], len(context_lens_B)
     per_kv_head = form.groups_of(q_THE, k_cache_NKPE).heads_per_kv_head

@@ -41,6 +41,9 @@ class PackedSequences(NamedTuple):
     context_lens_B: Tensor  # int32, tokens in the cache, at least the sequence's queries
     block_table_BM: Tensor  # int32; entries past a sequence's last block are not read
     num_decode_rows: int = 0  # decode rows come first; no sequence has rows of both kinds
+    arrivals_TK: Tensor | None = (
+        None  # int32 zeros, for decode rows on a GPU, which leave zeros; None: a call makes some
+    )
 
 
 class KeyBias(NamedTuple):
@@ -68,7 +71,7 @@ def check_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, sequences: PackedSequences, form: AttentionForm
 ) -> None:
     """Raise ValueError unless shapes, dtypes, strides and devices are those that the kernels need."""
-    start, lens, table, _ = sequences
+    start, lens, table, num_decode_rows, arrivals = sequences
     shape, strides, key_bias = k_cache.shape, k_cache.stride(), form.key_bias
     _, num_kv_heads, tokens_per_block, width = shape
     head_dim = q.shape[2]
@@ -96,15 +99,20 @@ def check_attention(
             f"for {num_seqs} rows of the block table attention needs {num_seqs + 1} query starts and {num_seqs} "
             f"context lengths; got {start.shape[0]} and {lens.shape[0]}"
         )
+    if arrivals is not None and arrivals.shape != (num_decode_rows, num_kv_heads):
+        raise ValueError(
+            f"attention counts arrivals in {(num_decode_rows, num_kv_heads)} int32, got {tuple(arrivals.shape)}"
+        )
     if key_bias is not None and k_cache.dtype != torch.int8:
         raise ValueError(f"a bias of keys is added to caches in torch.int8, got {k_cache.dtype}")
     if key_bias is not None:
         check_key_bias(key_bias, num_kv_heads, head_dim)
-    devices = {tensor.device for tensor in (q, k_cache, v_cache, start, lens, table, *(key_bias or ()))}
-    if len(devices) > 1 or any(index.dtype != torch.int32 or index.stride(-1) != 1 for index in (start, lens, table)):
+    indices = [each for each in sequences if isinstance(each, Tensor)]
+    devices = {tensor.device for tensor in (q, k_cache, v_cache, *indices, *(key_bias or ()))}
+    if len(devices) > 1 or any(index.dtype != torch.int32 or index.stride(-1) != 1 for index in indices):
         raise ValueError(
             "attention needs its index tensors in int32, contiguous, and all tensors on one device; got "
-            f"{start.dtype}, {lens.dtype} and {table.dtype} on {', '.join(map(str, devices))}"
+            f"{', '.join(str(index.dtype) for index in indices)} on {', '.join(map(str, devices))}"
         )
 
 
@@ -138,7 +146,7 @@ def paged_attention_reference(
     q_THE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, sequences: PackedSequences, form: AttentionForm
 ) -> Tensor:
     """``softmax(q k^T * scale) v`` per sequence; see ``attention.paged_attention``. Cost: T * H * S scores, S the sum of all context lengths."""
-    query_start_B1, context_lens_B, block_table_BM, _ = sequences
+    query_start_B1, context_lens_B, block_table_BM = sequences[:3]
     scale, _, window, cap, key_bias = form
     per_kv_head, skipped_heads = form.groups_of(q_THE, k_cache_NKPE)
     kv_head_H = (torch.arange(q_THE.shape[1], device=q_THE.device) + skipped_heads) // per_kv_head

@@ -7,7 +7,8 @@ import torch
 from helpers.model.paged_batch import PagedBatch, attend
 from torch import Tensor
 
-from tightwire.kernels.spec.attention import HeadGroups
+from tightwire.kernels.attention import paged_attention
+from tightwire.kernels.spec.attention import AttentionForm, HeadGroups, PackedSequences
 
 pytestmark = pytest.mark.gpu
 
@@ -112,6 +113,28 @@ def test_a_captured_step_of_generated_rows(device: torch.device) -> None:
         graph.replay()
         assert torch.equal(out, attend(*arguments, num_decode_rows=8))
         assert (out[lens == 0] == 0).all() and out.isfinite().all()
+
+
+def test_two_graphs_in_two_streams(device: torch.device) -> None:
+    """Each step has its own counts, which are zero after each replay."""
+    *tensors, scale = PagedBatch(query_lens=(1, 1, 1), context_lens=(3000, 700, 20), **LLAMA).arguments()
+    q, k_cache, v_cache, start, lens, table = (tensor.to(device) for tensor in tensors)
+    want = attend(q, k_cache, v_cache, start, lens, table, scale, num_decode_rows=3)
+    torch.cuda.synchronize()
+    steps = [(torch.cuda.Stream(device), torch.cuda.CUDAGraph()) for _ in range(2)]
+    arrivals = [torch.zeros(3, 8, dtype=torch.int32, device=device) for _ in steps]
+    outs: list[Tensor] = []
+    for (_, graph), counts in zip(steps, arrivals, strict=True):
+        sequences = PackedSequences(start, lens, table, 3, counts)
+        with torch.cuda.graph(graph):
+            outs += [paged_attention(q, k_cache, v_cache, sequences, AttentionForm(scale)) for _ in range(4)]
+    for _ in range(20):
+        for stream, graph in steps:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in outs)
+    assert not any(counts.any() for counts in arrivals)
 
 
 def test_a_long_context_in_rounds(device: torch.device) -> None:

@@ -1,8 +1,10 @@
 """Runs compiled Triton kernels on a CPU: what PTX says, instruction by instruction, without a GPU.
 
 The threads of a warp execute each instruction together. Warps run one after the other, in a random order, up to the next
-barrier, so a kernel that lacks one gives wrong numbers. An asynchronous copy arrives at once or when it is waited for, at
-random. A byte outside of the memory of all tensors and of shared memory ends the run, and what was never written is NaN.
+barrier, so a kernel that lacks one gives wrong numbers. Programs start in a random order, and a few of them take turns of
+one or more warps; those that wait for other processes run one by one, in order. An asynchronous copy arrives at once or when
+it is waited for, at random. A byte outside of the memory of all tensors and of shared memory ends the run, and what was
+never written is NaN.
 
 Not here: threads of a warp that part ways, waiting for Hopper's matrix units, the order of memory between processes, and what
 no kernel of ours compiles to, which raises ``PtxError``. Results are PTX's but for these: matrix units, whose order of adding
@@ -13,6 +15,7 @@ are not flushed; NaNs, and zeros of both signs in a minimum, are not told apart.
 import ctypes
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +26,7 @@ from helpers.ptx.warp import Code, Instruction, Warp
 
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 _LINE = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)")
+_PROGRAMS_AT_ONCE = 4
 _PEER_BUFFERS = "tightwire-peer-buffers"  # the name of a file that processes map to sum each other's numbers
 
 
@@ -48,7 +52,7 @@ class PtxKernel:
                 self._instructions.append(Instruction(parts[1] == "!", parts[2] or "", parts[3], operands))
 
     def __call__(self, num_programs: int, *arguments: torch.Tensor | float, seed: int = 0) -> None:
-        """Run all programs, one after the other."""
+        """Run all programs."""
         tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
         memory = Memory([*{first: (first, data) for first, data in map(_region, tensors)}.values(), *_peer_buffers()])
         values = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
@@ -57,18 +61,31 @@ class PtxKernel:
         )  # Triton's own scratch memory, which no kernel of ours uses
         given = dict(zip(self._parameters, values, strict=True))
         generator = np.random.default_rng(seed)
+
+        def start(program: int) -> Iterator[None]:
+            code = Code(self._instructions, self._labels, given, (program, num_programs), self._num_threads)
+            shared = Memory([(0, np.full(self._shared_bytes, 0x7F, np.uint8))])
+            numbers = range(self._num_threads // LANES)
+            return _run([Warp(code, number, memory, shared, generator).run() for number in numbers], generator)
+
+        waits = any(".sys." in f"{each.name}." for each in self._instructions)
+        programs = map(start, range(num_programs) if waits else generator.permutation(num_programs).tolist())
+        running = list(islice(programs, 1 if waits else _PROGRAMS_AT_ONCE))
         with np.errstate(all="ignore"):
-            for program in range(num_programs):
-                code = Code(self._instructions, self._labels, given, (program, num_programs), self._num_threads)
-                shared = Memory([(0, np.full(self._shared_bytes, 0x7F, np.uint8))])
-                numbers = range(self._num_threads // LANES)
-                _run_to_end([Warp(code, number, memory, shared, generator).run() for number in numbers], generator)
+            while running:
+                chosen, num_turns = generator.integers(len(running)), 4 ** generator.integers(4)
+                if sum(1 for _ in islice(running[chosen], num_turns)) < num_turns:
+                    running[chosen : chosen + 1] = islice(programs, 1)
 
 
-def _run_to_end(warps: list[Iterator[None]], generator: np.random.Generator) -> None:
+def _run(warps: list[Iterator[None]], generator: np.random.Generator) -> Iterator[None]:
+    """Yields when a warp is at a barrier or its end."""
     going = [True]
     while all(going):
-        going = [next(warps[number], "ended") is None for number in generator.permutation(len(warps))]
+        going = list[bool]()
+        for number in generator.permutation(len(warps)):
+            going.append(next(warps[number], "ended") is None)
+            yield
     if any(going):
         raise PtxError("some warps of a program end before a barrier of the others")
 

@@ -4,8 +4,11 @@ The interpreter multiplies matrices in float32, in which products of 16-bit numb
 """
 
 import random
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from math import nan
 from typing import Any
 from unittest.mock import patch
 
@@ -16,12 +19,12 @@ from helpers.model.paged_batch import PagedBatch, attend
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.spec.attention import AttentionForm, HeadGroups, PackedSequences
+from tightwire.kernels.spec.attention import AttentionForm, HeadGroups, PackedSequences, check_attention
 
 pytestmark = needs_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Generated rows of contexts of one to three chunks, a sequence that is computed again, a first token, then prompts.
+# Generated rows of contexts of one to nine chunks, a sequence that is computed again, a first token, then prompts.
 MIXED: dict[str, Any] = {"query_lens": (1, 1, 3, 1, 45, 1, 20), "context_lens": (300, 64, 530, 1, 45, 33, 70)}
 NUM_DECODE = 6
 ONE_KV_HEAD: dict[str, Any] = {"num_heads": 3, "num_kv_heads": 1}
@@ -77,7 +80,7 @@ def _check_windows_and_caps(group: Group) -> None:
 @_rows_multiplied_alone()
 def _check_parts_of_groups(group: Group) -> None:
     """Heads that begin and end inside a KV head's group: the bits that they have among all heads."""
-    for longest in (300, 100):  # chunks that are merged, and one alone
+    for longest in (300, 20):  # chunks that are merged, and one alone
         batch = PagedBatch(query_lens=(1, 1, 20), context_lens=(longest, 64, 70), dtype=torch.bfloat16)
         whole = _attend(batch.arguments(), 2)
         for first, stop in ((0, 5), (5, 9), (4, 7)):
@@ -151,30 +154,83 @@ def _attend_rows(
     return _attend((q[first:stop], *caches, start, context, table, scale), (stop - first) * generated)
 
 
+@contextmanager
+def _programs_backwards() -> Iterator[None]:
+    """The interpreter runs programs one by one: here the last one first."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    program_id: Any = InterpreterBuilder.create_get_program_id
+
+    def create_get_program_id(self: Any, axis: int) -> Any:
+        result = program_id(self, axis)
+        result.data = self.grid_dim[axis] - 1 - result.data
+        return result
+
+    with patch.object(InterpreterBuilder, "create_get_program_id", create_get_program_id):
+        yield
+
+
 def _check_sharing(group: Group) -> None:
-    """How many programs share a row, how many rows go at once, and a table with room for more change no bit."""
+    """How many programs share a row, which ends last, how many rows go at once, and a table with room for more change no bit.
+
+    All calls count in the same zeros, and leave zeros; each takes one launch for each round of rows.
+    """
     from tightwire.kernels.cuda import attention_decode as decode
 
     q, k_cache, v_cache, start, lens, table, scale = PagedBatch(
-        query_lens=(1, 1, 1), context_lens=(700, 3, 256), **ONE_KV_HEAD
+        query_lens=(1, 1, 1), context_lens=(700, 3, 256), num_heads=6, num_kv_heads=2
     ).arguments()
-    cases = (1, 1 << 20, 0), (16, 1 << 20, 0), (100, 1 << 20, 0), (16, 1, 0), (1, 1, 99)
-    by_most: list[Tensor] = []
-    for most_chunks in (decode.MAX_CHUNKS, 2):  # 2: the row of 700 keys has chunks of 512
+    arrivals = torch.zeros(3, 2, dtype=torch.int32)
+    forwards, backwards, memory = nullcontext, _programs_backwards, 1 << 20
+    cases = (1, memory, 0, forwards), (16, memory, 0, backwards), (100, memory, 0, backwards)
+    cases = *cases, (100, 1, 0, forwards), (1, 1, 99, forwards)
+    by_sizes: list[Tensor] = []
+    for few, longest, most in ((16, 256, 64), (2, 128, 64), (2, 128, 3)):  # chunks of 700 keys: 64, 128, 256
         outs: list[Tensor] = []
-        for programs, scratch_bytes, more in cases:
+        sizes = {"_FEW_CHUNKS": few, "LONG_CHUNK_KEYS": longest, "MAX_CHUNKS": most}
+        for programs, scratch_bytes, more, order in cases:
             wider = torch.cat((table, torch.zeros(3, more, dtype=torch.int32)), dim=1)
+            sequences = PackedSequences(start, lens, wider, num_decode_rows=3, arrivals_TK=arrivals)
             outs.append(torch.full(q.shape, torch.nan))
-            given = q, k_cache, v_cache, PackedSequences(start, lens, wider, num_decode_rows=3), AttentionForm(scale)
-            with (
-                patch.object(decode, "_PROGRAMS_PER_PROCESSOR", programs),
-                patch.object(decode, "MAX_CHUNKS", most_chunks),
-            ):
-                decode.attend_decode_rows(*given, outs[-1], scratch_bytes=scratch_bytes)
+            given = q, k_cache, v_cache, sequences, AttentionForm(scale), outs[-1]
+            changed = patch.multiple(decode, **sizes, _PROGRAMS_PER_PROCESSOR=programs)
+            with order(), changed, patch.object(decode, "launch", wraps=decode.launch) as launch:
+                decode.attend_decode_rows(*given, scratch_bytes=scratch_bytes)
+            assert launch.call_count == (3 if scratch_bytes == 1 else 1)
+            assert not arrivals.any()
         assert all(torch.equal(out, outs[0]) for out in outs[1:])
-        by_most.append(outs[0])
-    assert not torch.equal(*by_most)
-    torch.testing.assert_close(*by_most)
+        by_sizes.append(outs[0])
+    for one, other in pairwise(by_sizes):
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(one, other)
+
+
+def _check_many_lengths(group: Group) -> None:
+    """Chunks of every length, and as many heads as are merged in parts: within rounding of float64."""
+    from tightwire.kernels.cuda import attention_decode as decode
+
+    with patch.multiple(decode, LONG_CHUNK_KEYS=128, _FEW_CHUNKS=2, MAX_CHUNKS=3):
+        for length in (64, 65, 128, 129, 256, 257, 384, 385, 500):
+            batch = PagedBatch(query_lens=(1,), context_lens=(length,), num_heads=20, num_kv_heads=1, head_dim=16)
+            _assert_close(batch, 1)
+
+
+def _check_interleaved(group: Group) -> None:
+    """Programs that take turns in any order, as ``helpers/ptx`` runs them: the same bits, and counts that end at zero."""
+    from tightwire.kernels.cuda import attention_decode as decode
+
+    q, k_cache, v_cache, start, lens, table, scale = PagedBatch(
+        query_lens=(1, 1), context_lens=(200, 70), num_heads=16, num_kv_heads=2, dtype=torch.bfloat16
+    ).arguments()
+    arrivals, outs = torch.zeros(2, 2, dtype=torch.int32), list[Tensor]()
+    sequences = PackedSequences(start, lens, table, 2, arrivals)
+    for programs in (1, 8, 16, 16, 16):
+        outs.append(torch.full_like(q, torch.nan))
+        unwritten = patch.object(Tensor, "new_empty", lambda _, *given, **options: torch.full(*given, nan, **options))
+        with unwritten, patch.object(decode, "_PROGRAMS_PER_PROCESSOR", programs):
+            decode.attend_decode_rows(q, k_cache, v_cache, sequences, AttentionForm(scale), outs[-1])
+        assert torch.equal(outs[-1], outs[0]) and outs[0].isfinite().all(), "merged before all was there"
+        assert not arrivals.any(), "merged, and left counts"
 
 
 def _check_unread(group: Group) -> None:
@@ -191,7 +247,7 @@ def _check_unread(group: Group) -> None:
 
 def _check_padding(group: Group) -> None:
     """Rows without keys, as a captured graph has for sequences that are not there, are zeros, and disturb nobody."""
-    for context in (100, 400):  # with one chunk and with two
+    for context in (20, 60, 400):  # with one chunk, also of a table with room for more, and with seven
         q, k_cache, v_cache, start, lens, table, scale = PagedBatch(
             query_lens=(1,), context_lens=(context,)
         ).arguments()
@@ -249,6 +305,9 @@ def _check_refusals(group: Group) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             _attend(arguments, num_decode_rows)
+    sequences = PackedSequences(start, lens, table, 2, torch.zeros(2, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match=re.escape("counts arrivals in (2, 3) int32, got (2, 1)")):
+        check_attention(q, k_cache, v_cache, sequences, AttentionForm(scale))
     assert _attend((q[:0], k_cache, v_cache, start[:1], lens[:0], table[:0], scale)).shape == (0, 9, 64)
 
 
@@ -259,6 +318,7 @@ def _check_refusals(group: Group) -> None:
         _check_neighbours,
         _check_chunks,
         _check_sharing,
+        _check_many_lengths,
         _check_unread,
         _check_padding,
         _check_far_scores,

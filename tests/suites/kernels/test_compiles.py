@@ -146,10 +146,11 @@ def test_norm(adds: bool) -> None:
 
 
 ATTENTION_TYPES = {
-    **dict.fromkeys(("query_start", "context_lens", "block_table"), "*i32"),
+    **dict.fromkeys(("query_start", "context_lens", "block_table", "arrivals"), "*i32"),
     **dict.fromkeys(("sums", "stats", "bias", "cos", "sin"), "*fp32"),
     "scale_log2": "fp32",
 }
+MERGING: dict[str, Any] = {"CHUNKS": (64, 256, 16, 64), "MERGED": (4, 16), "PARTIAL": True}
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 
 
@@ -184,7 +185,7 @@ def test_attention(capability: int, dtype: torch.dtype, head_dim: int, per_kv_he
     shape = AttentionShape(*sizes, rows, keys, cap_log2)
     tile = _compiled(prefill._attend_tile, capability, types, {"shape": shape}, num_warps=num_warps)
     shape = AttentionShape(*sizes, 16, decode.keys_at_once(width, dtype), cap_log2)
-    constants = {"shape": shape, "CHUNK": decode.CHUNK_KEYS, "PARTIAL": True}
+    constants = {"shape": shape, **MERGING}
     chunks = _compiled(decode._attend_chunks, capability, types, constants, num_stages=decode.NUM_STAGES)
     for kernel, unit in ((tile, "wgmma" if capability == H100 else "mma.sync"), (chunks, "mma.sync")):
         assert kernel.metadata.shared <= SHARED_BYTES[capability]
@@ -209,22 +210,26 @@ def test_attention_of_int8_caches(capability: int, turned: int) -> None:
         prefill._attend_tile, capability, types, {"shape": shape}, num_warps=num_warps, num_stages=stages[0]
     )
     keys = decode.keys_at_once(128, torch.bfloat16 if turned else torch.int8)
-    constants = {"shape": AttentionShape(*sizes, 16, keys, *last), "CHUNK": decode.CHUNK_KEYS, "PARTIAL": True}
+    constants = {"shape": AttentionShape(*sizes, 16, keys, *last), **MERGING}
     chunks = _compiled(decode._attend_chunks, capability, types, constants, num_stages=stages[1])
     for kernel in (tile, chunks):
         assert kernel.metadata.shared <= SHARED_BYTES[capability] and "mma" in kernel.asm["ptx"]
 
 
 def test_attention_of_one_chunk_and_the_merge_of_several() -> None:
-    from tightwire.kernels.cuda.attention_decode import CHUNK_KEYS, _attend_chunks, _merge_chunks
+    """Whole vectors; the last program to arrive sees what others have written, and nothing of it is read before."""
+    from tightwire.kernels.cuda.attention_decode import _attend_chunks
     from tightwire.kernels.cuda.attention_tiles import AttentionShape
 
     types = {**ATTENTION_TYPES, **dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")}
     shape = AttentionShape(32, 8, 4, 0, head_dim=128, width=128, page=16, rows=16, keys=32, cap_log2=0.0)
-    chunk = {"shape": shape, "CHUNK": CHUNK_KEYS, "PARTIAL": False}
-    assert "st.global.v4" in _ptx(_attend_chunks, A100, types, chunk)
-    merged = {"shape": shape, "CHUNK": CHUNK_KEYS, "AT_ONCE": 16}
-    assert "ld.global.v4" in _ptx(_merge_chunks, H100, types, merged)
+    alone = _ptx(_attend_chunks, A100, types, {"shape": shape, **MERGING, "PARTIAL": False})
+    assert "st.global.v4" in alone and "atom." not in alone
+    before, arrival, after = re.split(r"(atom\.\S+)", _ptx(_attend_chunks, H100, types, {"shape": shape, **MERGING}))
+    assert arrival == "atom.global.gpu.acq_rel.add.u32"
+    assert "st.global.v4" in before and "bar.sync" in before.rpartition("st.global")[2]
+    assert "bar.sync" in after.partition("ld.global")[0] and after.count("ld.global.v4") == 16
+    assert "ld.global.nc" not in before + after
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ quick ones.
 """
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ _QUICK: list[Any] = [
     ("layer_ops", "_check_norm", H100),
     ("block_quant", "_check_sizes", H100),
     ("attention", "_check_chunks", H100),
+    ("attention", "_check_interleaved", H100),
     ("linear_packed", "_check", H100, ["Q4_0", "Q4_K", "Q6_K"]),
 ]
 _MORE: list[Any] = [
@@ -37,7 +40,7 @@ _MORE: list[Any] = [
     *(("linear_packed", "_check", A100, [name]) for name in PACKED_FORMATS),
     ("linear_packed", "_check_unpacked", A100),
     ("lora", "_check", H100),
-    *(("attention", f"_check_{name}", A100) for name in ("chunks", "mixed", "windows_and_caps")),
+    *(("attention", f"_check_{name}", A100) for name in ("chunks", "interleaved", "mixed", "windows_and_caps")),
     *(("attention", f"_check_{name}", H100) for name in ("mixed", "parts_of_groups", "8_bits")),
 ]
 _SUMS = [("one-shot", 1100, torch.bfloat16), ("two-shot", 1001, torch.bfloat16), ("flash-int4", 1001, torch.bfloat16)]
@@ -79,7 +82,38 @@ def test_a_check_of_the_interpreter(case: Any, tmp_path: Path, monkeypatch: pyte
         assert not load_function(f"{module}_on_ptx", str(path), check)(None, *args)
     assert found, "nothing was compiled"
     if module == "attention":
-        assert any(("wgmma.mma_async" if capability == H100 else "mma.sync") in kernel.ptx for kernel in found)
+        unit = "wgmma.mma_async" if capability == H100 and check != "_check_interleaved" else "mma.sync"
+        assert any(unit in kernel.ptx for kernel in found)
+
+
+def _without_barrier(ptx: str) -> str:
+    """Without those between the last store of sums and the count of an arrival."""
+    before, store, rest = ptx.partition("atom.global")[0].rpartition("st.global")
+    return before + store + re.sub(r"bar\.sync[^;]*;", "", rest) + ptx[len(before + store + rest) :]
+
+
+def _without_reset(ptx: str) -> str:
+    """Without the zero for the next launch."""
+    before, count, after = ptx.partition("atom.global")
+    return before + count + re.sub(r"@%p\d+ st\.global\.b32 [^;]*;", "", after, count=1)
+
+
+@needs_triton
+@pytest.mark.parametrize(  # a process keeps what it compiled for a capability
+    ("capability", "without"), [(89, _without_barrier), *([(86, _without_reset)] if _ALL else [])]
+)
+def test_what_the_last_program_of_a_row_needs(
+    capability: int, without: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changed(ptx: str, shared_bytes: int) -> PtxKernel:
+        assert without(ptx) != ptx
+        return PtxKernel(without(ptx), shared_bytes)
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("helpers.kernels.compiled.PtxKernel", changed)
+    check = load_function("attention_on_ptx", str(_CHECKED / "test_attention.py"), "_check_interleaved")
+    with compiled(capability, runs=True), pytest.raises(AssertionError, match="merged"):
+        check(None)
 
 
 def _check_sums(group: Group, path: str, cache: str, cases: list[Any]) -> None:
