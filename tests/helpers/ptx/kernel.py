@@ -73,7 +73,7 @@ class PtxKernel:
         running = list(islice(programs, 1 if waits else _PROGRAMS_AT_ONCE))
         with np.errstate(all="ignore"):
             while running:
-                chosen, num_turns = generator.integers(len(running)), 4 ** generator.integers(4)
+                chosen, num_turns = generator.integers(len(running)), 4 ** int(generator.integers(4))
                 if sum(1 for _ in islice(running[chosen], num_turns)) < num_turns:
                     running[chosen : chosen + 1] = islice(programs, 1)
 

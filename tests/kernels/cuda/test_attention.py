@@ -187,14 +187,18 @@ def _check_sharing(group: Group) -> None:
     by_sizes: list[Tensor] = []
     for few, longest, most in ((16, 256, 64), (2, 128, 64), (2, 128, 3)):  # chunks of 700 keys: 64, 128, 256
         outs: list[Tensor] = []
-        sizes = {"_FEW_CHUNKS": few, "LONG_CHUNK_KEYS": longest, "MAX_CHUNKS": most}
+        sizes: dict[str, Any] = {"_FEW_CHUNKS": few, "LONG_CHUNK_KEYS": longest, "MAX_CHUNKS": most}
         for programs, scratch_bytes, more, order in cases:
             wider = torch.cat((table, torch.zeros(3, more, dtype=torch.int32)), dim=1)
             sequences = PackedSequences(start, lens, wider, num_decode_rows=3, arrivals_TK=arrivals)
             outs.append(torch.full(q.shape, torch.nan))
             given = q, k_cache, v_cache, sequences, AttentionForm(scale), outs[-1]
-            changed = patch.multiple(decode, **sizes, _PROGRAMS_PER_PROCESSOR=programs)
-            with order(), changed, patch.object(decode, "launch", wraps=decode.launch) as launch:
+            sizes["_PROGRAMS_PER_PROCESSOR"] = programs
+            with (
+                order(),
+                patch.multiple(decode, **sizes),
+                patch.object(decode, "launch", wraps=decode.launch) as launch,
+            ):
                 decode.attend_decode_rows(*given, scratch_bytes=scratch_bytes)
             assert launch.call_count == (3 if scratch_bytes == 1 else 1)
             assert not arrivals.any()
@@ -209,7 +213,8 @@ def _check_many_lengths(group: Group) -> None:
     """Chunks of every length, and as many heads as are merged in parts: within rounding of float64."""
     from tightwire.kernels.cuda import attention_decode as decode
 
-    with patch.multiple(decode, LONG_CHUNK_KEYS=128, _FEW_CHUNKS=2, MAX_CHUNKS=3):
+    sizes: dict[str, Any] = {"LONG_CHUNK_KEYS": 128, "_FEW_CHUNKS": 2, "MAX_CHUNKS": 3}
+    with patch.multiple(decode, **sizes):
         for length in (64, 65, 128, 129, 256, 257, 384, 385, 500):
             batch = PagedBatch(query_lens=(1,), context_lens=(length,), num_heads=20, num_kv_heads=1, head_dim=16)
             _assert_close(batch, 1)
@@ -226,7 +231,7 @@ def _check_interleaved(group: Group) -> None:
     sequences = PackedSequences(start, lens, table, 2, arrivals)
     for programs in (1, 8, 16, 16, 16):
         outs.append(torch.full_like(q, torch.nan))
-        unwritten = patch.object(Tensor, "new_empty", lambda _, *given, **options: torch.full(*given, nan, **options))
+        unwritten = patch.object(Tensor, "new_empty", lambda _, size, dtype: torch.full(size, nan, dtype=dtype))
         with unwritten, patch.object(decode, "_PROGRAMS_PER_PROCESSOR", programs):
             decode.attend_decode_rows(q, k_cache, v_cache, sequences, AttentionForm(scale), outs[-1])
         assert torch.equal(outs[-1], outs[0]) and outs[0].isfinite().all(), "merged before all was there"

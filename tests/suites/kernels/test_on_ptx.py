@@ -7,6 +7,7 @@ quick ones.
 import os
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,16 @@ def _without_reset(ptx: str) -> str:
 
 @needs_triton
 @pytest.mark.parametrize(  # a process keeps what it compiled for a capability
-    ("capability", "without"), [(89, _without_barrier), *([(86, _without_reset)] if _ALL else [])]
+    ("capability", "without"), [(86, _without_reset), *([(89, _without_barrier)] if _ALL else [])]
 )
 def test_what_the_last_program_of_a_row_needs(
     capability: int, without: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if without is _without_barrier and not version("triton").startswith("3.7"):
+        pytest.skip(
+            "a missing barrier shows in some orders: the drawn ones have one of those in what Triton 3.7 compiles"
+        )
+
     def changed(ptx: str, shared_bytes: int) -> PtxKernel:
         assert without(ptx) != ptx
         return PtxKernel(without(ptx), shared_bytes)
