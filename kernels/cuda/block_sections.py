@@ -11,12 +11,13 @@ from tightwire.kernels.cuda.numbers import from_bf16
 
 
 @triton.jit
-def store_plane(target, plane: tl.constexpr, group_B, num_groups, codes, kept_B, fmt: tl.constexpr):
+def store_plane(target, plane: tl.constexpr, group_B, num_groups, codes, kept_B, finite_B, fmt: tl.constexpr):
     width: tl.constexpr = codes[0].shape[1]
     bits: tl.constexpr = fmt.plane_bits[plane]
     shift: tl.constexpr = fmt.plane_shifts[plane]
     size: tl.constexpr = fmt.plane_bytes[plane]
     num_pieces: tl.constexpr = size // width
+    lost_B = ~finite_B if kept_B is None else kept_B & ~finite_B
     section = target + num_groups * fmt.section_offsets[plane]
     for k in tl.static_range(num_pieces):
         packed = _field(codes[k], shift, bits)
@@ -24,6 +25,7 @@ def store_plane(target, plane: tl.constexpr, group_B, num_groups, codes, kept_B,
             packed |= _field(codes[k + f * num_pieces], shift, bits) << (bits * f)
         places_BW = (group_B * size + k * width)[:, None] + tl.arange(0, width)[None, :]
         tl.store(section + places_BW, packed.to(tl.uint8), mask=None if kept_B is None else kept_B[:, None])
+        tl.store(section + places_BW, tl.zeros(places_BW.shape, tl.uint8), mask=lost_B[:, None])
 
 
 @triton.jit

@@ -11,15 +11,13 @@ import triton
 import triton.language as tl
 
 from tightwire.kernels.cuda.block_sections import load_bf16, load_codes, store_bits, store_plane
-from tightwire.kernels.cuda.numbers import ANY, NOTHING, bf16_above, bf16_below, from_bf16, narrowed, raw, widened
+from tightwire.kernels.cuda.numbers import ANY, INTERPRETED, NOTHING, bf16_above, bf16_below, from_bf16, narrowed, raw, widened
 from tightwire.kernels.spec import block_format
 
 MIN_SCALE = tl.constexpr(block_format.MIN_SCALE)
 FLOAT8_MAX = tl.constexpr(block_format.FLOAT8_MAX)
 _NAN_BF16 = tl.constexpr(0x7FC0)
 _SIGN_BF16 = tl.constexpr(0x8000)
-_INF_KEY = tl.constexpr(0x7F800000)
-_NEGATIVE_INF_KEY = tl.constexpr(-0x7F800001)
 # 1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold.
 _TO_WHOLE = tl.constexpr(12582912.0)
 
@@ -113,9 +111,9 @@ def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, beyo
         scale_B = from_bf16(scale_bits_B)
 
     inverse_B = tl.div_rn(tl.full(scale_B.shape, 1.0, tl.float32), scale_B)
-    codes = _codes(tiles, zero_B[:, None], inverse_B[:, None], tl.where(finite_B, 0xFF, 0)[:, None], fmt)
+    codes = _codes(tiles, zero_B[:, None], inverse_B[:, None], fmt)
     for p in tl.static_range(len(fmt.plane_bits)):
-        store_plane(target, p, group_B, num_groups, codes, kept_B, fmt)
+        store_plane(target, p, group_B, num_groups, codes, kept_B, finite_B, fmt)
     scale_bits_B = tl.where(finite_B, scale_bits_B, _NAN_BF16)
     store_bits(target, own, group_B, num_groups, scale_bits_B, kept_B, fmt)
     if carried is not None:
@@ -230,36 +228,27 @@ def _rotated(tiles):
 
 @triton.jit
 def _extremes(tiles):
-    """Return (B,) each group's smallest and largest number, and whether all of its numbers are finite.
-
-    Numbers are compared as integers with the same order, -0 just below 0 and NaNs beyond both infinities, so one
-    minimum and one maximum are enough.
-    """
-    lowest_BW = _key(tiles[0])
-    highest_BW = lowest_BW
+    """Return (B,) each group's smallest and largest number, NaN if it has one, and whether all are finite."""
+    low_BW, high_BW = tiles[0], tiles[0]
     for r in tl.static_range(1, len(tiles)):
-        key_BW = _key(tiles[r])
-        lowest_BW = tl.minimum(lowest_BW, key_BW)
-        highest_BW = tl.maximum(highest_BW, key_BW)
-    lowest_B = tl.min(lowest_BW, 1)
-    highest_B = tl.max(highest_BW, 1)
-    return _from_key(lowest_B), _from_key(highest_B), (lowest_B > _NEGATIVE_INF_KEY) & (highest_B < _INF_KEY)
+        low_BW, high_BW = _wider(low_BW, high_BW, tiles[r], tiles[r])
+    if INTERPRETED:  # takes far too long for functions that are not its own, and those ignore NaNs
+        high_BW = tl.where(high_BW == high_BW, high_BW, float("inf"))
+        low_B, high_B = tl.min(tl.where(low_BW == low_BW, low_BW, float("inf")), 1), tl.max(high_BW, 1)
+    else:
+        low_B, high_B = tl.reduce((low_BW, high_BW), 1, _wider)
+    return low_B, high_B, (low_B > -float("inf")) & (high_B < float("inf"))
 
 
 @triton.jit
-def _key(x):
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _wider(low, high, other_low, other_high):
+    every: tl.constexpr = tl.PropagateNan.ALL
+    return tl.minimum(low, other_low, propagate_nan=every), tl.maximum(high, other_high, propagate_nan=every)
 
 
 @triton.jit
-def _from_key(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _codes(tiles, zero_B1, inverse_B1, mask_B1, fmt: tl.constexpr):
-    """Round numbers to codes, in units of the scale from the zero; ``mask_B1`` 0 makes a group's codes 0.
+def _codes(tiles, zero_B1, inverse_B1, fmt: tl.constexpr):
+    """Round numbers to codes, in units of the scale from the zero: integers whose low 8 bits are the codes'.
 
     The scale and the zero are rounded outwards, so no number leaves the codes' range by more than float32's rounding,
     and clamping would change nothing. Only symmetric formats have no level for the end opposite to the largest size.
@@ -274,7 +263,7 @@ def _codes(tiles, zero_B1, inverse_B1, mask_B1, fmt: tl.constexpr):
         else:
             scaled = (tiles[r] - zero_B1) * inverse_B1
             code = (scaled + _TO_WHOLE).to(tl.int32, bitcast=True)
-        codes = codes + (code & mask_B1,)
+        codes = codes + (code,)
     return codes
 
 

@@ -23,6 +23,7 @@ NOTHING, ROWS, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _PROGRAM_ELEMS = 4096
 _TILE_ELEMS = 1024
 _PLAIN_ELEMS = 128  # numbers of a row without a format
+_TILE_WIDTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def make_tiling(num_elems: int, *formats: BlockFormat, program_elems: int | None
     """Cut a message for a kernel that uses all ``formats``. The default of ``program_elems`` suits long messages."""
     elems = max((fmt.group_elems for fmt in formats), default=_PLAIN_ELEMS)
     # Narrow enough for the narrowest plane and the smallest group of any of the formats.
-    num_tiles = elems // min((min(fmt.plane_bytes) for fmt in formats), default=_PLAIN_ELEMS)
+    num_tiles = elems // min(_TILE_WIDTH, *(min(fmt.plane_bytes) for fmt in formats)) if formats else 1
     rows = (program_elems or max(_PROGRAM_ELEMS, _TILE_ELEMS * num_tiles)) // elems
     beyond = ANY if num_elems % elems else ROWS if num_elems % (rows * elems) else NOTHING
     return Tiling(rows, elems, num_tiles, beyond.value)
