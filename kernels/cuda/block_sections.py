@@ -10,74 +10,124 @@ import triton.language as tl
 from tightwire.kernels.cuda.numbers import from_bf16
 
 
+_TO_WHOLE = tl.constexpr(0x4B000000)  # the bits of 2^23: a number below, put into its last bits, is added to it
+
+
 @triton.jit
 def store_plane(target, plane: tl.constexpr, group_B, num_groups, codes, kept_B, finite_B, fmt: tl.constexpr):
+    """Pack a plane of ``codes``, whose bits from 8 on are undefined, and store it; 0 for groups that are not finite."""
     width: tl.constexpr = codes[0].shape[1]
     bits: tl.constexpr = fmt.plane_bits[plane]
     shift: tl.constexpr = fmt.plane_shifts[plane]
     size: tl.constexpr = fmt.plane_bytes[plane]
     num_pieces: tl.constexpr = size // width
-    lost_B = ~finite_B if kept_B is None else kept_B & ~finite_B
     section = target + num_groups * fmt.section_offsets[plane]
     for k in tl.static_range(num_pieces):
-        packed = _field(codes[k], shift, bits)
+        packed = _moved(codes[k], shift)
         for f in tl.static_range(1, 8 // bits):
-            packed |= _field(codes[k + f * num_pieces], shift, bits) << (bits * f)
+            field = _moved(codes[k + f * num_pieces], shift - bits * f)
+            packed = packed + field if fmt.bits == bits else _merged(packed, field, bits * f)
         places_BW = (group_B * size + k * width)[:, None] + tl.arange(0, width)[None, :]
+        # A second store, because selecting one by one takes an instruction each.
         tl.store(section + places_BW, packed.to(tl.uint8), mask=None if kept_B is None else kept_B[:, None])
+        lost_B = ~finite_B if kept_B is None else kept_B & ~finite_B
         tl.store(section + places_BW, tl.zeros(places_BW.shape, tl.uint8), mask=lost_B[:, None])
 
 
 @triton.jit
-def _load_plane(source, plane: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
-    """Load the plane's bytes as int32 pieces of the tiles' width."""
+def _merged(low, high, bits: tl.constexpr):
+    below: tl.constexpr = (1 << bits) - 1
+    return (low & below) | (high & ~below)
+
+
+@triton.jit
+def _moved(code, shift: tl.constexpr):
+    return code >> shift if shift >= 0 else code << -shift
+
+
+@triton.jit
+def load_plane(source, plane: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
+    """Load the plane's bytes as pieces of the tiles' width."""
     width: tl.constexpr = fmt.group_elems // num_tiles
     size: tl.constexpr = fmt.plane_bytes[plane]
     section = source + num_groups * fmt.section_offsets[plane]
     pieces = ()
     for k in tl.static_range(size // width):
         places_BW = (group_B * size + k * width)[:, None] + tl.arange(0, width)[None, :]
-        piece = tl.load(section + places_BW, mask=None if kept_B is None else kept_B[:, None])
-        pieces = pieces + (piece.to(tl.int32),)
+        pieces = pieces + (tl.load(section + places_BW, mask=None if kept_B is None else kept_B[:, None]),)
     return pieces
 
 
 @triton.jit
-def load_codes(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
+def load_levels(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
+    """Load codes, less the levels below zero, as float32 tiles. Works on words of four bytes, in each thread's registers."""
     planes = ()
     for p in tl.static_range(len(fmt.plane_bits)):
-        planes = planes + (_load_plane(source, p, group_B, num_groups, kept_B, fmt, num_tiles),)
-    codes = ()
+        words = ()
+        pieces = load_plane(source, p, group_B, num_groups, kept_B, fmt, num_tiles)
+        for k in tl.static_range(len(pieces)):
+            words = words + (_words(pieces[k]),)
+        planes = planes + (words,)
+    # No address is negative, but the compiler has to take this from a register: one instruction puts a field into it.
+    base = _TO_WHOLE | (source.to(tl.int64) >> 63).to(tl.int32)
+    levels = ()
     for r in tl.static_range(num_tiles):
-        code = _unpacked(planes[0], r, fmt.plane_bits[0])
-        for p in tl.static_range(1, len(fmt.plane_bits)):
-            code |= _unpacked(planes[p], r, fmt.plane_bits[p]) << fmt.plane_shifts[p]
-        codes = codes + (code,)
-    return codes
+        if len(planes) == 1:
+            levels = levels + (_floats(planes[0][r % len(planes[0])], base, fmt.bits * (r // len(planes[0])), fmt),)
+        else:
+            word = _codes_of_plane(planes[0], 0, r, fmt)
+            for p in tl.static_range(1, len(planes)):
+                word |= _codes_of_plane(planes[p], p, r, fmt)
+            levels = levels + (_floats(word, base, 0, fmt),)
+    return levels
 
 
 @triton.jit
-def _unpacked(pieces, tile: tl.constexpr, bits: tl.constexpr):
-    """Return the bit fields of a plane's bytes that belong to ``tile``."""
-    return _field(pieces[tile % len(pieces)], bits * (tile // len(pieces)), bits)
+def _codes_of_plane(pieces, plane: tl.constexpr, tile: tl.constexpr, fmt: tl.constexpr):
+    """Return the plane's bits of codes of ``tile``, four in a word."""
+    bits: tl.constexpr = fmt.plane_bits[plane]
+    shift: tl.constexpr = fmt.plane_shifts[plane]
+    moved = _moved(pieces[tile % len(pieces)], bits * (tile // len(pieces)) - shift)
+    return moved & (0x01010101 * (((1 << bits) - 1) << shift))
 
 
 @triton.jit
-def _field(code, shift: tl.constexpr, bits: tl.constexpr):
-    return code if bits == 8 else (code >> shift) & ((1 << bits) - 1)
+def _words(bytes_BW):
+    even, odd = tl.split(tl.reshape(bytes_BW.to(tl.int32), (bytes_BW.shape[0], bytes_BW.shape[1] // 4, 2, 2)))
+    byte_0, byte_2 = tl.split(even)
+    byte_1, byte_3 = tl.split(odd)
+    return byte_0 | (byte_1 << 8) | (byte_2 << 16) | (byte_3 << 24)
+
+
+@triton.jit
+def _floats(word, base, start: tl.constexpr, fmt: tl.constexpr):
+    """Return what is at bit ``start`` of each byte, less the levels below zero."""
+    below: tl.constexpr = fmt.num_levels if fmt.symmetric else 0
+    numbers = ()
+    for byte in tl.static_range(4):
+        numbers = numbers + (_float(word >> ((start + 8 * byte) & 16), base, (start + 8 * byte) & 15, fmt.bits, below),)
+    pairs = tl.join(tl.join(numbers[0], numbers[2]), tl.join(numbers[1], numbers[3]))
+    return tl.reshape(pairs, (word.shape[0], 4 * word.shape[1]))
+
+
+@triton.jit
+def _float(word, base, at: tl.constexpr, bits: tl.constexpr, below: tl.constexpr):
+    field = word & (((1 << bits) - 1) << at)
+    # Exact: the field is a whole number of 2^at.
+    return tl.fma((field | base).to(tl.float32, bitcast=True), 2.0**-at, -(2.0 ** (23 - at)) - below)
 
 
 @triton.jit
 def load_bf16(source, section: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr):
-    """Load (B,) one number per group as float32. Reads single bytes, because a message may have an odd address."""
-    place_B = num_groups * fmt.section_offsets[section] + 2 * group_B
-    low_B = tl.load(source + place_B, mask=kept_B).to(tl.int32)
-    high_B = tl.load(source + place_B + 1, mask=kept_B).to(tl.int32)
+    """Load (B,) one number per group as float32. Reads bytes, because a message may have an odd address; Triton joins them."""
+    place_B2 = (num_groups * fmt.section_offsets[section] + 2 * group_B)[:, None] + tl.arange(0, 2)[None, :]
+    bytes_B2 = tl.load(source + place_B2, mask=None if kept_B is None else kept_B[:, None])
+    low_B, high_B = tl.split(bytes_B2.to(tl.int32))
     return from_bf16(low_B | (high_B << 8))
 
 
 @triton.jit
 def store_bits(target, section: tl.constexpr, group_B, num_groups, bits_B, kept_B, fmt: tl.constexpr):
-    place_B = num_groups * fmt.section_offsets[section] + 2 * group_B
-    tl.store(target + place_B, (bits_B & 0xFF).to(tl.uint8), mask=kept_B)
-    tl.store(target + place_B + 1, (bits_B >> 8).to(tl.uint8), mask=kept_B)
+    place_B2 = (num_groups * fmt.section_offsets[section] + 2 * group_B)[:, None] + tl.arange(0, 2)[None, :]
+    bytes_B2 = tl.join(bits_B, bits_B >> 8).to(tl.uint8)
+    tl.store(target + place_B2, bytes_B2, mask=None if kept_B is None else kept_B[:, None])

@@ -10,7 +10,7 @@ The same source runs compiled and in Triton's interpreter, so there is no inline
 import triton
 import triton.language as tl
 
-from tightwire.kernels.cuda.block_sections import load_bf16, load_codes, store_bits, store_plane
+from tightwire.kernels.cuda.block_sections import load_bf16, load_levels, load_plane, store_bits, store_plane
 from tightwire.kernels.cuda.numbers import ANY, INTERPRETED, NOTHING, bf16_above, bf16_below, from_bf16, narrowed, raw, widened
 from tightwire.kernels.spec import block_format
 
@@ -18,8 +18,6 @@ MIN_SCALE = tl.constexpr(block_format.MIN_SCALE)
 FLOAT8_MAX = tl.constexpr(block_format.FLOAT8_MAX)
 _NAN_BF16 = tl.constexpr(0x7FC0)
 _SIGN_BF16 = tl.constexpr(0x8000)
-# 1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold.
-_TO_WHOLE = tl.constexpr(12582912.0)
 
 
 @triton.constexpr_function
@@ -152,10 +150,12 @@ def _decode(
     """Read groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, which stay rotated if ``rotated``."""
     own: tl.constexpr = len(fmt.plane_bits)
     kept_B = None if beyond == NOTHING else group_B < num_groups
-    codes = load_codes(source, group_B, num_groups, kept_B, fmt, num_tiles)
     scale_B1 = load_bf16(source, own, group_B, num_groups, kept_B, fmt)[:, None]
     zero_B1 = load_bf16(source, own + 1, group_B, num_groups, kept_B, fmt)[:, None] if fmt.has_zeros else scale_B1
-    levels = _levels(codes, fmt)
+    if fmt.float8:
+        levels = _levels(load_plane(source, 0, group_B, num_groups, kept_B, fmt, num_tiles), fmt)
+    else:
+        levels = load_levels(source, group_B, num_groups, kept_B, fmt, num_tiles)
     if fmt.hadamard and not rotated:
         # The matrix is its own inverse but for the number of its rows, a power of two.
         if fmt.symmetric:
@@ -172,16 +172,13 @@ def _decode(
 
 @triton.jit
 def _levels(codes, fmt: tl.constexpr):
-    """Return codes as float32 numbers in units of the scale."""
+    """Return float8 codes, or those of ``_codes``, as float32 numbers in units of the scale."""
     levels = ()
     for r in tl.static_range(len(codes)):
         if fmt.float8:
-            level = _from_float8(codes[r])
-        elif fmt.symmetric:
-            level = (codes[r] - fmt.num_levels).to(tl.float32)
+            levels = levels + (_from_float8(codes[r]),)
         else:
-            level = codes[r].to(tl.float32)
-        levels = levels + (level,)
+            levels = levels + (codes[r].to(tl.float32, bitcast=True) - _to_whole(fmt),)
     return levels
 
 
@@ -246,6 +243,12 @@ def _wider(low, high, other_low, other_high):
     return tl.minimum(low, other_low, propagate_nan=every), tl.maximum(high, other_high, propagate_nan=every)
 
 
+@triton.constexpr_function
+def _to_whole(fmt):
+    """1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold."""
+    return 12582912.0 + (fmt.num_levels if fmt.symmetric else 0)
+
+
 @triton.jit
 def _codes(tiles, zero_B1, inverse_B1, fmt: tl.constexpr):
     """Round numbers to codes, in units of the scale from the zero: integers whose low 8 bits are the codes'.
@@ -259,17 +262,25 @@ def _codes(tiles, zero_B1, inverse_B1, fmt: tl.constexpr):
             code = _float8_bits(tiles[r] * inverse_B1)
         elif fmt.symmetric:
             scaled = tl.minimum(tiles[r] * inverse_B1, fmt.num_levels - 1.0)
-            code = (scaled + _TO_WHOLE).to(tl.int32, bitcast=True) + fmt.num_levels
+            code = (scaled + _to_whole(fmt)).to(tl.int32, bitcast=True)
         else:
             scaled = (tiles[r] - zero_B1) * inverse_B1
-            code = (scaled + _TO_WHOLE).to(tl.int32, bitcast=True)
+            code = (scaled + _to_whole(fmt)).to(tl.int32, bitcast=True)
         codes = codes + (code,)
     return codes
 
 
 @triton.jit
 def _float8_bits(x):
-    """Round a number of at most 448 to e4m3 bits, to nearest even, with integer code that runs anywhere."""
+    """Round a number of at most 448 to e4m3 bits, to nearest even."""
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(8, 9):
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        return _float8_bits_anywhere(x)
+
+
+@triton.jit
+def _float8_bits_anywhere(x):
     bits = x.to(tl.int32, bitcast=True)
     magnitude_bits = bits & 0x7FFFFFFF
     normal = ((magnitude_bits + 0x7FFFF + ((magnitude_bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -282,6 +293,14 @@ def _float8_bits(x):
 @triton.jit
 def _from_float8(code):
     """Convert e4m3 bits to float32; 0x7F and 0xFF are NaN."""
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(8, 9):
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return _from_float8_anywhere(code.to(tl.int32))
+
+
+@triton.jit
+def _from_float8_anywhere(code):
     # The exponent counts from 7 instead of 127: a factor of 2^120, which makes normal numbers of subnormal ones too.
     magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
     value = (magnitude.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)

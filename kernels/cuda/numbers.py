@@ -85,7 +85,7 @@ def store_tiles(target, first_B, end, tiles, tiling: tl.constexpr):
 @triton.jit
 def raw(pointer):
     """Reinterpret a bfloat16 pointer as 16-bit integers, because the interpreter's conversions are not exact."""
-    if pointer.dtype.element_ty == tl.bfloat16:
+    if INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:
         return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
     else:  # a kernel function has one return type, including code after a return
         return pointer
@@ -107,7 +107,7 @@ def narrowed(x, dtype: tl.constexpr):
         if INTERPRETED:
             return bf16_bits(x).to(tl.int16)  # its conversion truncates
         else:
-            return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+            return x.to(tl.bfloat16)
     else:
         return x.to(dtype)
 
