@@ -196,19 +196,46 @@ def _log2(power_of_two):
     return power_of_two.bit_length() - 1
 
 
+@triton.constexpr_function
+def _cut(rows, width):
+    """Return the shape of a tile as its rows, threads of a row, and a thread's eight numbers as a cube."""
+    inner = min(width, 8)
+    return [rows, width // inner, *[2] * (inner.bit_length() - 1)]
+
+
+@triton.jit
+def _mixed(x_BW):
+    """Do the rounds within a tile: in a thread's registers, then by shuffles between the threads of a row."""
+    shape: tl.constexpr = _cut(x_BW.shape[0], x_BW.shape[1])
+    parts = (tl.reshape(x_BW, shape),)
+    for _ in tl.static_range(len(shape) - 2):
+        before = parts
+        parts = ()
+        for i in tl.static_range(len(before)):
+            a, b = tl.split(before[i])
+            parts = parts + (a + b, a - b)
+    lanes: tl.constexpr = shape[1]
+    threads_BL = tl.broadcast_to(tl.arange(0, lanes)[None, :], (x_BW.shape[0], lanes))
+    for half in tl.static_range(_log2(lanes)):
+        before = parts
+        parts = ()
+        sign_BL = 1.0 - 2.0 * ((threads_BL >> half) & 1).to(tl.float32)
+        for i in tl.static_range(len(before)):
+            parts = parts + (tl.fma(before[i], sign_BL, tl.gather(before[i], threads_BL ^ (1 << half), 1)),)
+    for _ in tl.static_range(len(shape) - 2):
+        before = parts
+        parts = ()
+        for i in tl.static_range(len(before) // 2):
+            parts = parts + (tl.join(before[2 * i], before[2 * i + 1]),)
+    return tl.reshape(parts[0], x_BW.shape)
+
+
 @triton.jit
 def _rotated(tiles):
     """Multiply each group by the Hadamard matrix of its size: rounds of a + b, a - b over strides 1, 2, 4, ..."""
-    rows: tl.constexpr = tiles[0].shape[0]
-    width: tl.constexpr = tiles[0].shape[1]
     mixed = ()
     for r in tl.static_range(len(tiles)):
-        x_BW = tiles[r]
-        for half in tl.static_range(_log2(width)):
-            pairs = tl.reshape(x_BW, (rows, width // (2 << half), 2, 1 << half))
-            a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-            x_BW = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (rows, width))
-        mixed = mixed + (x_BW,)
+        mixed = mixed + (_mixed(tiles[r]),)
     for level in tl.static_range(_log2(len(tiles))):
         before = mixed
         mixed = ()
