@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tightwire.kernels.cuda.block_sections import load_bf16, load_levels, load_plane, store_bits, store_plane
+from tightwire.kernels.cuda.launch import NUM_WARPS
 from tightwire.kernels.cuda.numbers import ANY, INTERPRETED, NOTHING, bf16_above, bf16_below, from_bf16, narrowed, raw, widened
 from tightwire.kernels.spec import block_format
 
@@ -198,9 +199,9 @@ def _log2(power_of_two):
 
 @triton.constexpr_function
 def _cut(rows, width):
-    """Return the shape of a tile as its rows, threads of a row, and a thread's eight numbers as a cube."""
-    inner = min(width, 8)
-    return [rows, width // inner, *[2] * (inner.bit_length() - 1)]
+    """Return the shape of a tile as its rows, threads of a row, and a thread's numbers, 8 or fewer, as a cube."""
+    each = max(1, min(8, width, rows * width // (32 * NUM_WARPS)))
+    return [rows, width // each, *[2] * (each.bit_length() - 1)]
 
 
 @triton.jit

@@ -23,7 +23,6 @@ NOTHING, ROWS, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _PROGRAM_ELEMS = 4096
 _TILE_ELEMS = 1024
 _PLAIN_ELEMS = 128  # numbers of a row without a format
-_TILE_WIDTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,16 @@ def make_tiling(num_elems: int, *formats: BlockFormat, program_elems: int | None
     """Cut a message for a kernel that uses all ``formats``. The default of ``program_elems`` suits long messages."""
     elems = max((fmt.group_elems for fmt in formats), default=_PLAIN_ELEMS)
     # Narrow enough for the narrowest plane and the smallest group of any of the formats.
-    num_tiles = elems // min(_TILE_WIDTH, *(min(fmt.plane_bytes) for fmt in formats)) if formats else 1
-    rows = (program_elems or max(_PROGRAM_ELEMS, _TILE_ELEMS * num_tiles)) // elems
+    width = min((min(fmt.plane_bytes) for fmt in formats), default=_PLAIN_ELEMS)
+    if program_elems is None:
+        # Few threads share a group of 128, so what is computed once a group costs little; and rotations need few shuffles.
+        width = min(width, 16 if any(fmt.hadamard for fmt in formats) else 32)
+        program_elems = max(_PROGRAM_ELEMS, _TILE_ELEMS * elems // width)
+    elif formats:
+        width = min(width, max(32, _TILE_ELEMS * elems // program_elems))
+    rows = program_elems // elems
     beyond = ANY if num_elems % elems else ROWS if num_elems % (rows * elems) else NOTHING
-    return Tiling(rows, elems, num_tiles, beyond.value)
+    return Tiling(rows, elems, elems // width, beyond.value)
 
 
 @triton.jit
@@ -85,7 +90,7 @@ def store_tiles(target, first_B, end, tiles, tiling: tl.constexpr):
 @triton.jit
 def raw(pointer):
     """Reinterpret a bfloat16 pointer as 16-bit integers, because the interpreter's conversions are not exact."""
-    if INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:
+    if pointer.dtype.element_ty == tl.bfloat16:
         return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
     else:  # a kernel function has one return type, including code after a return
         return pointer
@@ -107,7 +112,7 @@ def narrowed(x, dtype: tl.constexpr):
         if INTERPRETED:
             return bf16_bits(x).to(tl.int16)  # its conversion truncates
         else:
-            return x.to(tl.bfloat16)
+            return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
     else:
         return x.to(dtype)
 
