@@ -7,10 +7,9 @@ packed and unpacked by shifts within each thread.
 import triton
 import triton.language as tl
 
-from tightwire.kernels.cuda.numbers import from_bf16
+from tightwire.kernels.cuda.numbers import from_bf16, from_float8
 
-
-_TO_WHOLE = tl.constexpr(0x4B000000)  # the bits of 2^23: a number below, put into its last bits, is added to it
+_FLOAT_BASE = tl.constexpr(0x4B000000)  # 2^23, whose last bit is 1
 
 
 @triton.jit
@@ -46,49 +45,16 @@ def _moved(code, shift: tl.constexpr):
 
 
 @triton.jit
-def load_plane(source, plane: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
-    """Load the plane's bytes as pieces of the tiles' width."""
-    width: tl.constexpr = fmt.group_elems // num_tiles
+def _load_plane(source, plane: tl.constexpr, group_B, num_groups, kept_B, fmt: tl.constexpr, width: tl.constexpr):
+    """Load the plane's bytes as pieces of the tiles' width: words of four bytes, or float8 numbers."""
     size: tl.constexpr = fmt.plane_bytes[plane]
     section = source + num_groups * fmt.section_offsets[plane]
     pieces = ()
     for k in tl.static_range(size // width):
         places_BW = (group_B * size + k * width)[:, None] + tl.arange(0, width)[None, :]
-        pieces = pieces + (tl.load(section + places_BW, mask=None if kept_B is None else kept_B[:, None]),)
+        piece = tl.load(section + places_BW, mask=None if kept_B is None else kept_B[:, None])
+        pieces = pieces + (from_float8(piece) if fmt.float8 else _words(piece),)
     return pieces
-
-
-@triton.jit
-def load_levels(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
-    """Load codes, less the levels below zero, as float32 tiles. Works on words of four bytes, in each thread's registers."""
-    planes = ()
-    for p in tl.static_range(len(fmt.plane_bits)):
-        words = ()
-        pieces = load_plane(source, p, group_B, num_groups, kept_B, fmt, num_tiles)
-        for k in tl.static_range(len(pieces)):
-            words = words + (_words(pieces[k]),)
-        planes = planes + (words,)
-    # No address is negative, but the compiler has to take this from a register: one instruction puts a field into it.
-    base = _TO_WHOLE | (source.to(tl.int64) >> 63).to(tl.int32)
-    levels = ()
-    for r in tl.static_range(num_tiles):
-        if len(planes) == 1:
-            levels = levels + (_floats(planes[0][r % len(planes[0])], base, fmt.bits * (r // len(planes[0])), fmt),)
-        else:
-            word = _codes_of_plane(planes[0], 0, r, fmt)
-            for p in tl.static_range(1, len(planes)):
-                word |= _codes_of_plane(planes[p], p, r, fmt)
-            levels = levels + (_floats(word, base, 0, fmt),)
-    return levels
-
-
-@triton.jit
-def _codes_of_plane(pieces, plane: tl.constexpr, tile: tl.constexpr, fmt: tl.constexpr):
-    """Return the plane's bits of codes of ``tile``, four in a word."""
-    bits: tl.constexpr = fmt.plane_bits[plane]
-    shift: tl.constexpr = fmt.plane_shifts[plane]
-    moved = _moved(pieces[tile % len(pieces)], bits * (tile // len(pieces)) - shift)
-    return moved & (0x01010101 * (((1 << bits) - 1) << shift))
 
 
 @triton.jit
@@ -100,21 +66,52 @@ def _words(bytes_BW):
 
 
 @triton.jit
-def _floats(word, base, start: tl.constexpr, fmt: tl.constexpr):
-    """Return what is at bit ``start`` of each byte, less the levels below zero."""
-    below: tl.constexpr = fmt.num_levels if fmt.symmetric else 0
+def load_levels(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
+    """Load codes as float32 tiles in units of the scale."""
+    width: tl.constexpr = fmt.group_elems // num_tiles
+    levels = _load_plane(source, 0, group_B, num_groups, kept_B, fmt, width)
+    if not fmt.float8:
+        planes = (levels,)
+        for p in tl.static_range(1, len(fmt.plane_bits)):
+            planes = planes + (_load_plane(source, p, group_B, num_groups, kept_B, fmt, width),)
+        # No address is negative, but so the compiler keeps this in a register, and one instruction puts a code into it.
+        base = _FLOAT_BASE | (source.to(tl.int64) >> 63).to(tl.int32)
+        levels = ()
+        for r in tl.static_range(num_tiles):
+            if len(planes) == 1:
+                levels = levels + (_floats(planes[0][r % len(planes[0])], fmt.bits * (r // len(planes[0])), base, fmt),)
+            else:
+                word = _plane_of_codes(planes[0], 0, r, fmt)
+                for p in tl.static_range(1, len(planes)):
+                    word |= _plane_of_codes(planes[p], p, r, fmt)
+                levels = levels + (_floats(word, 0, base, fmt),)
+    return levels
+
+
+@triton.jit
+def _plane_of_codes(pieces, plane: tl.constexpr, tile: tl.constexpr, fmt: tl.constexpr):
+    """Return the plane's bits of a tile's codes, four in a word."""
+    bits: tl.constexpr = fmt.plane_bits[plane]
+    shift: tl.constexpr = fmt.plane_shifts[plane]
+    moved = _moved(pieces[tile % len(pieces)], bits * (tile // len(pieces)) - shift)
+    return moved & (0x01010101 * (((1 << bits) - 1) << shift))
+
+
+@triton.jit
+def _floats(word, start: tl.constexpr, base, fmt: tl.constexpr):
+    """Return the codes at bit ``start`` of each byte, less the levels below zero, as float32."""
     numbers = ()
     for byte in tl.static_range(4):
-        numbers = numbers + (_float(word >> ((start + 8 * byte) & 16), base, (start + 8 * byte) & 15, fmt.bits, below),)
+        numbers = numbers + (_float(word >> ((start + 8 * byte) & 16), (start + 8 * byte) & 15, base, fmt),)
     pairs = tl.join(tl.join(numbers[0], numbers[2]), tl.join(numbers[1], numbers[3]))
     return tl.reshape(pairs, (word.shape[0], 4 * word.shape[1]))
 
 
 @triton.jit
-def _float(word, base, at: tl.constexpr, bits: tl.constexpr, below: tl.constexpr):
-    field = word & (((1 << bits) - 1) << at)
-    # Exact: the field is a whole number of 2^at.
-    return tl.fma((field | base).to(tl.float32, bitcast=True), 2.0**-at, -(2.0 ** (23 - at)) - below)
+def _float(word, at: tl.constexpr, base, fmt: tl.constexpr):
+    """Return the code at bit ``at``, exactly: 2^23 and ``base`` with the code in its bits differ by the code times 2^at."""
+    number = ((word & (fmt.max_code << at)) | base).to(tl.float32, bitcast=True)
+    return tl.fma(number, 2.0**-at, -(2.0 ** (23 - at)) - fmt.num_levels)
 
 
 @triton.jit

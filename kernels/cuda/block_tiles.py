@@ -10,14 +10,28 @@ The same source runs compiled and in Triton's interpreter, so there is no inline
 import triton
 import triton.language as tl
 
-from tightwire.kernels.cuda.block_sections import load_bf16, load_levels, load_plane, store_bits, store_plane
+from tightwire.kernels.cuda.block_sections import load_bf16, load_levels, store_bits, store_plane
 from tightwire.kernels.cuda.launch import NUM_WARPS
-from tightwire.kernels.cuda.numbers import ANY, INTERPRETED, NOTHING, bf16_above, bf16_below, from_bf16, narrowed, raw, widened
+from tightwire.kernels.cuda.numbers import (
+    ANY,
+    INTERPRETED,
+    NOTHING,
+    bf16_above,
+    bf16_below,
+    from_bf16,
+    from_float8,
+    narrowed,
+    raw,
+    to_float8,
+    widened,
+)
 from tightwire.kernels.spec import block_format
 
 MIN_SCALE = tl.constexpr(block_format.MIN_SCALE)
 FLOAT8_MAX = tl.constexpr(block_format.FLOAT8_MAX)
 _NAN_BF16 = tl.constexpr(0x7FC0)
+# 1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold.
+_TO_WHOLE = tl.constexpr(12582912.0)
 _SIGN_BF16 = tl.constexpr(0x8000)
 
 
@@ -87,7 +101,7 @@ def _filled(tiles, first_B, num_elems):
 @triton.jit
 def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, beyond: tl.constexpr):
     """Write groups ``group_B`` below ``num_groups`` of the message at ``target``. Their numbers are already rotated."""
-    top: tl.constexpr = FLOAT8_MAX if fmt.float8 else (fmt.max_code if fmt.has_zeros else fmt.num_levels)
+    top: tl.constexpr = FLOAT8_MAX if fmt.float8 else fmt.num_levels or fmt.max_code
     own: tl.constexpr = len(fmt.plane_bits)  # the start of the sections of the groups' own numbers: the scales
     kept_B = None if beyond == NOTHING else group_B < num_groups
 
@@ -116,7 +130,11 @@ def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, beyo
     scale_bits_B = tl.where(finite_B, scale_bits_B, _NAN_BF16)
     store_bits(target, own, group_B, num_groups, scale_bits_B, kept_B, fmt)
     if carried is not None:
-        decoded = _scaled(_levels(codes, fmt), from_bf16(scale_bits_B)[:, None], zero_B[:, None], fmt)
+        levels = ()
+        for r in tl.static_range(len(codes)):
+            level = codes[r].to(tl.float32, bitcast=True) - (_TO_WHOLE + fmt.num_levels)
+            levels = levels + (from_float8(codes[r]) if fmt.float8 else level,)
+        decoded = _scaled(levels, from_bf16(scale_bits_B)[:, None], zero_B[:, None], fmt)
         _store_lost(carried, group_B, tiles, decoded, kept_B)
     if fmt.has_zeros:
         store_bits(target, own + 1, group_B, num_groups, tl.where(finite_B, zero_bits_B, 0), kept_B, fmt)
@@ -153,10 +171,7 @@ def _decode(
     kept_B = None if beyond == NOTHING else group_B < num_groups
     scale_B1 = load_bf16(source, own, group_B, num_groups, kept_B, fmt)[:, None]
     zero_B1 = load_bf16(source, own + 1, group_B, num_groups, kept_B, fmt)[:, None] if fmt.has_zeros else scale_B1
-    if fmt.float8:
-        levels = _levels(load_plane(source, 0, group_B, num_groups, kept_B, fmt, num_tiles), fmt)
-    else:
-        levels = load_levels(source, group_B, num_groups, kept_B, fmt, num_tiles)
+    levels = load_levels(source, group_B, num_groups, kept_B, fmt, num_tiles)
     if fmt.hadamard and not rotated:
         # The matrix is its own inverse but for the number of its rows, a power of two.
         if fmt.symmetric:
@@ -169,18 +184,6 @@ def _decode(
     else:
         tiles = _scaled(levels, scale_B1, zero_B1, fmt)
     return tiles
-
-
-@triton.jit
-def _levels(codes, fmt: tl.constexpr):
-    """Return float8 codes, or those of ``_codes``, as float32 numbers in units of the scale."""
-    levels = ()
-    for r in tl.static_range(len(codes)):
-        if fmt.float8:
-            levels = levels + (_from_float8(codes[r]),)
-        else:
-            levels = levels + (codes[r].to(tl.float32, bitcast=True) - _to_whole(fmt),)
-    return levels
 
 
 @triton.jit
@@ -205,46 +208,36 @@ def _cut(rows, width):
 
 
 @triton.jit
-def _mixed(x_BW):
-    """Do the rounds within a tile: in a thread's registers, then by shuffles between the threads of a row."""
-    shape: tl.constexpr = _cut(x_BW.shape[0], x_BW.shape[1])
-    parts = (tl.reshape(x_BW, shape),)
-    for _ in tl.static_range(len(shape) - 2):
-        before = parts
-        parts = ()
+def _rotated(tiles):
+    """Multiply each group by the Hadamard matrix of its size: rounds of a + b, a - b over strides 1, 2, 4, ..."""
+    shape: tl.constexpr = _cut(tiles[0].shape[0], tiles[0].shape[1])
+    threads: tl.constexpr = shape[1]
+    parts = ()
+    for r in tl.static_range(len(tiles)):
+        parts = parts + (tl.reshape(tiles[r], shape),)
+    for _ in tl.static_range(len(shape) - 2):  # numbers of a thread
+        before, parts = parts, ()
         for i in tl.static_range(len(before)):
             a, b = tl.split(before[i])
             parts = parts + (a + b, a - b)
-    lanes: tl.constexpr = shape[1]
-    threads_BL = tl.broadcast_to(tl.arange(0, lanes)[None, :], (x_BW.shape[0], lanes))
-    for half in tl.static_range(_log2(lanes)):
-        before = parts
-        parts = ()
-        sign_BL = 1.0 - 2.0 * ((threads_BL >> half) & 1).to(tl.float32)
+    thread_BL = tl.broadcast_to(tl.arange(0, threads)[None, :], (shape[0], threads))
+    for half in tl.static_range(_log2(threads)):  # of threads of a row
+        before, parts = parts, ()
+        sign_BL = 1.0 - 2.0 * ((thread_BL >> half) & 1)
         for i in tl.static_range(len(before)):
-            parts = parts + (tl.fma(before[i], sign_BL, tl.gather(before[i], threads_BL ^ (1 << half), 1)),)
+            parts = parts + (tl.fma(before[i], sign_BL, tl.gather(before[i], thread_BL ^ (1 << half), 1)),)
+    for level in tl.static_range(len(shape) - 2, _log2(len(parts))):  # of tiles
+        before, parts = parts, ()
+        for i in tl.static_range(len(before)):
+            other = before[i ^ (1 << level)]
+            parts = parts + (other - before[i] if i & (1 << level) else before[i] + other,)
     for _ in tl.static_range(len(shape) - 2):
-        before = parts
-        parts = ()
-        for i in tl.static_range(len(before) // 2):
-            parts = parts + (tl.join(before[2 * i], before[2 * i + 1]),)
-    return tl.reshape(parts[0], x_BW.shape)
-
-
-@triton.jit
-def _rotated(tiles):
-    """Multiply each group by the Hadamard matrix of its size: rounds of a + b, a - b over strides 1, 2, 4, ..."""
+        before, parts = parts, ()
+        for i in tl.static_range(0, len(before), 2):
+            parts = parts + (tl.join(before[i], before[i + 1]),)
     mixed = ()
     for r in tl.static_range(len(tiles)):
-        mixed = mixed + (_mixed(tiles[r]),)
-    for level in tl.static_range(_log2(len(tiles))):
-        before = mixed
-        mixed = ()
-        for r in tl.static_range(len(tiles)):
-            if r & (1 << level):
-                mixed = mixed + (before[r - (1 << level)] - before[r],)
-            else:
-                mixed = mixed + (before[r] + before[r + (1 << level)],)
+        mixed = mixed + (tl.reshape(parts[r], tiles[0].shape),)
     return mixed
 
 
@@ -258,8 +251,8 @@ def _extremes(tiles):
     for r in tl.static_range(1, len(tiles)):
         low_BW, high_BW = _wider(low_BW, high_BW, tiles[r], tiles[r])
     if INTERPRETED:  # takes far too long for functions that are not its own, and those ignore NaNs
-        high_BW = tl.where(high_BW == high_BW, high_BW, float("inf"))
-        low_B, high_B = tl.min(tl.where(low_BW == low_BW, low_BW, float("inf")), 1), tl.max(high_BW, 1)
+        low_B = tl.min(tl.where(low_BW < float("inf"), low_BW, float("inf")), 1)
+        high_B = tl.max(tl.where(high_BW < float("inf"), high_BW, float("inf")), 1)
     else:
         low_B, high_B = tl.reduce((low_BW, high_BW), 1, _wider)
     return low_B, high_B, (low_B > -float("inf")) & (high_B < float("inf"))
@@ -269,12 +262,6 @@ def _extremes(tiles):
 def _wider(low, high, other_low, other_high):
     every: tl.constexpr = tl.PropagateNan.ALL
     return tl.minimum(low, other_low, propagate_nan=every), tl.maximum(high, other_high, propagate_nan=every)
-
-
-@triton.constexpr_function
-def _to_whole(fmt):
-    """1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold."""
-    return 12582912.0 + (fmt.num_levels if fmt.symmetric else 0)
 
 
 @triton.jit
@@ -287,49 +274,10 @@ def _codes(tiles, zero_B1, inverse_B1, fmt: tl.constexpr):
     codes = ()
     for r in tl.static_range(len(tiles)):
         if fmt.float8:
-            code = _float8_bits(tiles[r] * inverse_B1)
-        elif fmt.symmetric:
-            scaled = tl.minimum(tiles[r] * inverse_B1, fmt.num_levels - 1.0)
-            code = (scaled + _to_whole(fmt)).to(tl.int32, bitcast=True)
+            code = to_float8(tiles[r] * inverse_B1)
         else:
-            scaled = (tiles[r] - zero_B1) * inverse_B1
-            code = (scaled + _to_whole(fmt)).to(tl.int32, bitcast=True)
+            scaled = (tiles[r] - zero_B1 if fmt.has_zeros else tiles[r]) * inverse_B1
+            scaled = tl.minimum(scaled, fmt.num_levels - 1.0) if fmt.symmetric else scaled
+            code = (scaled + (_TO_WHOLE + fmt.num_levels)).to(tl.int32, bitcast=True)
         codes = codes + (code,)
     return codes
-
-
-@triton.jit
-def _float8_bits(x):
-    """Round a number of at most 448 to e4m3 bits, to nearest even."""
-    if not INTERPRETED and tl.target_info.cuda_capability_geq(8, 9):
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
-    else:
-        return _float8_bits_anywhere(x)
-
-
-@triton.jit
-def _float8_bits_anywhere(x):
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude_bits = bits & 0x7FFFFFFF
-    normal = ((magnitude_bits + 0x7FFFF + ((magnitude_bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 codes are multiples of 2^-9, the unit of float32 numbers from 2^14 on.
-    magnitude = magnitude_bits.to(tl.float32, bitcast=True)
-    small = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    return tl.where(magnitude < 2.0**-6, small, normal) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def _from_float8(code):
-    """Convert e4m3 bits to float32; 0x7F and 0xFF are NaN."""
-    if not INTERPRETED and tl.target_info.cuda_capability_geq(8, 9):
-        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        return _from_float8_anywhere(code.to(tl.int32))
-
-
-@triton.jit
-def _from_float8_anywhere(code):
-    # The exponent counts from 7 instead of 127: a factor of 2^120, which makes normal numbers of subnormal ones too.
-    magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
-    value = (magnitude.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)

@@ -58,16 +58,10 @@ def make_tiling(num_elems: int, *formats: BlockFormat, program_elems: int | None
 def load_tiles(source, first_B, end, tiling: tl.constexpr):
     """Load float32 tiles of a row of numbers from each place in ``first_B``; 0 for places from ``end`` on."""
     num_tiles: tl.constexpr = tiling.num_tiles
-    width: tl.constexpr = tiling.elems // num_tiles
     tiles = ()
     for r in tl.static_range(num_tiles):
-        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
-        if tiling.beyond == NOTHING:
-            stored = tl.load(raw(source) + places_BW)
-        elif tiling.beyond == ROWS:
-            stored = tl.load(raw(source) + places_BW, mask=(first_B < end)[:, None], other=0)
-        else:
-            stored = tl.load(raw(source) + places_BW, mask=places_BW < end, other=0)
+        places_BW, kept = _places(r, first_B, end, tiling)
+        stored = tl.load(raw(source) + places_BW, mask=kept, other=None if kept is None else 0)
         tiles = tiles + (widened(stored),)
     return tiles
 
@@ -75,16 +69,17 @@ def load_tiles(source, first_B, end, tiling: tl.constexpr):
 @triton.jit
 def store_tiles(target, first_B, end, tiles, tiling: tl.constexpr):
     """Round each number to ``target``'s type and store it; the inverse of ``load_tiles``."""
-    width: tl.constexpr = tiles[0].shape[1]
     for r in tl.static_range(len(tiles)):
-        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
-        rounded = narrowed(tiles[r], target.dtype.element_ty)
-        if tiling.beyond == NOTHING:
-            tl.store(raw(target) + places_BW, rounded)
-        elif tiling.beyond == ROWS:
-            tl.store(raw(target) + places_BW, rounded, mask=(first_B < end)[:, None])
-        else:
-            tl.store(raw(target) + places_BW, rounded, mask=places_BW < end)
+        places_BW, kept = _places(r, first_B, end, tiling)
+        tl.store(raw(target) + places_BW, narrowed(tiles[r], target.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _places(tile: tl.constexpr, first_B, end, tiling: tl.constexpr):
+    width: tl.constexpr = tiling.elems // tiling.num_tiles
+    places_BW = (first_B + tile * width)[:, None] + tl.arange(0, width)[None, :]
+    inside = (first_B < end)[:, None] if tiling.beyond == ROWS else places_BW < end
+    return places_BW, None if tiling.beyond == NOTHING else inside
 
 
 @triton.jit
@@ -163,3 +158,34 @@ def bf16_bits(x):
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
     return tl.where((bits & 0x7FFFFFFF) <= 0x7F800000, rounded, _NAN_BF16)
+
+
+# --- float8 as the bits of e4m3 in int32 ------------------------------------------------------------------------------
+
+
+@triton.jit
+def to_float8(x):
+    """Round a number of at most 448 to nearest even."""
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(8, 9):
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude_bits = bits & 0x7FFFFFFF
+        normal = ((magnitude_bits + 0x7FFFF + ((magnitude_bits >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 codes are multiples of 2^-9, the unit of float32 numbers from 2^14 on.
+        magnitude = magnitude_bits.to(tl.float32, bitcast=True)
+        small = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        return tl.where(magnitude < 2.0**-6, small, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def from_float8(code):
+    """Convert to float32; 0x7F and 0xFF are NaN."""
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(8, 9):
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = code.to(tl.int32)
+        # The exponent counts from 7 instead of 127: a factor of 2^120, which makes normal numbers of subnormal ones too.
+        magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+        value = (magnitude.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
