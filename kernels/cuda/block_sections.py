@@ -7,8 +7,10 @@ packed and unpacked by shifts within each thread.
 import triton
 import triton.language as tl
 
-from tightwire.kernels.cuda.numbers import from_bf16, from_float8
+from tightwire.kernels.cuda.numbers import from_bf16, from_float8, to_float8
 
+# 1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold.
+_TO_WHOLE = tl.constexpr(12582912.0)
 _FLOAT_BASE = tl.constexpr(0x4B000000)  # 2^23, whose last bit is 1
 
 
@@ -59,7 +61,7 @@ def _load_plane(source, plane: tl.constexpr, group_B, num_groups, kept_B, fmt: t
 
 @triton.jit
 def _words(bytes_BW):
-    even, odd = tl.split(tl.reshape(bytes_BW.to(tl.int32), (bytes_BW.shape[0], bytes_BW.shape[1] // 4, 2, 2)))
+    even, odd = tl.split(tl.reshape(bytes_BW.to(tl.uint32), (bytes_BW.shape[0], bytes_BW.shape[1] // 4, 2, 2)))
     byte_0, byte_2 = tl.split(even)
     byte_1, byte_3 = tl.split(odd)
     return byte_0 | (byte_1 << 8) | (byte_2 << 16) | (byte_3 << 24)
@@ -75,11 +77,11 @@ def load_levels(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tile
         for p in tl.static_range(1, len(fmt.plane_bits)):
             planes = planes + (_load_plane(source, p, group_B, num_groups, kept_B, fmt, width),)
         # No address is negative, but so the compiler keeps this in a register, and one instruction puts a code into it.
-        base = _FLOAT_BASE | (source.to(tl.int64) >> 63).to(tl.int32)
-        levels = ()
+        base = _FLOAT_BASE | (source.to(tl.int64) >> 63).to(tl.uint32)
+        pieces, levels = planes[0], ()
         for r in tl.static_range(num_tiles):
             if len(planes) == 1:
-                levels = levels + (_floats(planes[0][r % len(planes[0])], fmt.bits * (r // len(planes[0])), base, fmt),)
+                levels = levels + (_floats(pieces[r % len(pieces)], fmt.bits * (r // len(pieces)), base, fmt),)
             else:
                 word = _plane_of_codes(planes[0], 0, r, fmt)
                 for p in tl.static_range(1, len(planes)):
@@ -97,12 +99,20 @@ def _plane_of_codes(pieces, plane: tl.constexpr, tile: tl.constexpr, fmt: tl.con
     return moved & (0x01010101 * (((1 << bits) - 1) << shift))
 
 
+@triton.constexpr_function
+def _moves(start, bits):
+    """Return how far right each byte's bits from ``start`` on go, to be among the 23 bits of a float, and where they are then."""
+    places = [start + 8 * byte for byte in range(4)]
+    return [(at & 16 if bits == 8 else max(0, (at + bits - 16) // 8 * 8), at) for at in places]
+
+
 @triton.jit
 def _floats(word, start: tl.constexpr, base, fmt: tl.constexpr):
-    """Return the codes at bit ``start`` of each byte, less the levels below zero, as float32."""
+    """Return four codes, less the levels below zero, as float32."""
+    moves: tl.constexpr = _moves(start, fmt.bits)
     numbers = ()
     for byte in tl.static_range(4):
-        numbers = numbers + (_float(word >> ((start + 8 * byte) & 16), (start + 8 * byte) & 15, base, fmt),)
+        numbers = numbers + (_float(word >> moves[byte][0], moves[byte][1] - moves[byte][0], base, fmt),)
     pairs = tl.join(tl.join(numbers[0], numbers[2]), tl.join(numbers[1], numbers[3]))
     return tl.reshape(pairs, (word.shape[0], 4 * word.shape[1]))
 
@@ -128,3 +138,32 @@ def store_bits(target, section: tl.constexpr, group_B, num_groups, bits_B, kept_
     place_B2 = (num_groups * fmt.section_offsets[section] + 2 * group_B)[:, None] + tl.arange(0, 2)[None, :]
     bytes_B2 = tl.join(bits_B, bits_B >> 8).to(tl.uint8)
     tl.store(target + place_B2, bytes_B2, mask=None if kept_B is None else kept_B[:, None])
+
+
+@triton.jit
+def to_codes(tiles, zero_B1, inverse_B1, fmt: tl.constexpr):
+    """Round numbers to codes, in units of the scale from the zero: integers whose low 8 bits are the codes'.
+
+    The scale and the zero are rounded outwards, so no number leaves the codes' range by more than float32's rounding,
+    and clamping would change nothing. Only symmetric formats have no level for the end opposite to the largest size.
+    """
+    codes = ()
+    for r in tl.static_range(len(tiles)):
+        if fmt.float8:
+            code = to_float8(tiles[r] * inverse_B1)
+        else:
+            scaled = (tiles[r] - zero_B1 if fmt.has_zeros else tiles[r]) * inverse_B1
+            scaled = tl.minimum(scaled, fmt.num_levels - 1.0) if fmt.symmetric else scaled
+            code = (scaled + (_TO_WHOLE + fmt.num_levels)).to(tl.int32, bitcast=True)
+        codes = codes + (code,)
+    return codes
+
+
+@triton.jit
+def from_codes(codes, fmt: tl.constexpr):
+    """Return what ``to_codes`` gave as float32 numbers in units of the scale."""
+    levels = ()
+    for r in tl.static_range(len(codes)):
+        level = codes[r].to(tl.float32, bitcast=True) - (_TO_WHOLE + fmt.num_levels)
+        levels = levels + (from_float8(codes[r]) if fmt.float8 else level,)
+    return levels

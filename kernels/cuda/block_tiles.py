@@ -10,28 +10,24 @@ The same source runs compiled and in Triton's interpreter, so there is no inline
 import triton
 import triton.language as tl
 
-from tightwire.kernels.cuda.block_sections import load_bf16, load_levels, store_bits, store_plane
+from tightwire.kernels.cuda.block_sections import from_codes, load_bf16, load_levels, store_bits, store_plane, to_codes
 from tightwire.kernels.cuda.launch import NUM_WARPS
 from tightwire.kernels.cuda.numbers import (
     ANY,
     INTERPRETED,
     NOTHING,
+    add_tiles,
     bf16_above,
     bf16_below,
     from_bf16,
-    from_float8,
-    narrowed,
-    raw,
-    to_float8,
-    widened,
+    load_tiles,
+    store_tiles,
 )
 from tightwire.kernels.spec import block_format
 
 MIN_SCALE = tl.constexpr(block_format.MIN_SCALE)
 FLOAT8_MAX = tl.constexpr(block_format.FLOAT8_MAX)
 _NAN_BF16 = tl.constexpr(0x7FC0)
-# 1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold.
-_TO_WHOLE = tl.constexpr(12582912.0)
 _SIGN_BF16 = tl.constexpr(0x8000)
 
 
@@ -41,6 +37,13 @@ def stays_rotated(fmt, out_fmt):
     if fmt is None or out_fmt is None:
         return False
     return fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
+
+
+@triton.constexpr_function
+def _of_groups(tiling, fmt):
+    """Return the tiling of a message's whole groups, one a row."""
+    num_tiles = tiling.num_tiles * fmt.group_elems // tiling.elems
+    return type(tiling)(tiling.rows, fmt.group_elems, num_tiles, min(tiling.beyond, 1))
 
 
 # --- rows: one or more whole groups of a format side by side -----------------------------------------------------------
@@ -77,7 +80,7 @@ def encode_row(
             group = group + (tiles[i * per_group + r],)
         if fmt.hadamard and not rotated:
             group = _rotated(group)
-        _encode(target, row_B * per_row + i, num_groups, group, carried, fmt, tiling.beyond)
+        _encode(target, row_B * per_row + i, num_groups, group, carried, fmt, tiling)
 
 
 @triton.jit
@@ -99,14 +102,16 @@ def _filled(tiles, first_B, num_elems):
 
 
 @triton.jit
-def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, beyond: tl.constexpr):
+def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, tiling: tl.constexpr):
     """Write groups ``group_B`` below ``num_groups`` of the message at ``target``. Their numbers are already rotated."""
     top: tl.constexpr = FLOAT8_MAX if fmt.float8 else fmt.num_levels or fmt.max_code
     own: tl.constexpr = len(fmt.plane_bits)  # the start of the sections of the groups' own numbers: the scales
-    kept_B = None if beyond == NOTHING else group_B < num_groups
+    kept_B = None if tiling.beyond == NOTHING else group_B < num_groups
 
     if carried is not None:
-        tiles = _with_carried(carried, group_B, tiles, kept_B)
+        groups: tl.constexpr = _of_groups(tiling, fmt)
+        stored = load_tiles(carried, group_B * fmt.group_elems, num_groups * fmt.group_elems, groups)
+        tiles = add_tiles(tiles, stored)
     low_B, high_B, finite_B = _extremes(tiles)
     if fmt.has_zeros:
         zero_bits_B = bf16_below(low_B + 0.0)
@@ -124,42 +129,21 @@ def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, beyo
         scale_B = from_bf16(scale_bits_B)
 
     inverse_B = tl.div_rn(tl.full(scale_B.shape, 1.0, tl.float32), scale_B)
-    codes = _codes(tiles, zero_B[:, None], inverse_B[:, None], fmt)
+    codes = to_codes(tiles, zero_B[:, None], inverse_B[:, None], fmt)
     for p in tl.static_range(len(fmt.plane_bits)):
         store_plane(target, p, group_B, num_groups, codes, kept_B, finite_B, fmt)
     scale_bits_B = tl.where(finite_B, scale_bits_B, _NAN_BF16)
     store_bits(target, own, group_B, num_groups, scale_bits_B, kept_B, fmt)
     if carried is not None:
-        levels = ()
-        for r in tl.static_range(len(codes)):
-            level = codes[r].to(tl.float32, bitcast=True) - (_TO_WHOLE + fmt.num_levels)
-            levels = levels + (from_float8(codes[r]) if fmt.float8 else level,)
-        decoded = _scaled(levels, from_bf16(scale_bits_B)[:, None], zero_B[:, None], fmt)
-        _store_lost(carried, group_B, tiles, decoded, kept_B)
+        decoded = _scaled(from_codes(codes, fmt), from_bf16(scale_bits_B)[:, None], zero_B[:, None], fmt.has_zeros)
+        lost = ()
+        for r in tl.static_range(len(tiles)):
+            left = tiles[r] - decoded[r]
+            # 0 for sizes below the least normal number
+            lost = lost + (tl.where(tl.abs(left) < MIN_SCALE, left * 0.0, left),)
+        store_tiles(carried, group_B * fmt.group_elems, num_groups * fmt.group_elems, lost, groups)
     if fmt.has_zeros:
         store_bits(target, own + 1, group_B, num_groups, tl.where(finite_B, zero_bits_B, 0), kept_B, fmt)
-
-
-@triton.jit
-def _with_carried(carried, group_B, tiles, kept_B):
-    width: tl.constexpr = tiles[0].shape[1]
-    total = ()
-    for r in tl.static_range(len(tiles)):
-        places_BW = (group_B * (len(tiles) * width) + r * width)[:, None] + tl.arange(0, width)[None, :]
-        stored = tl.load(raw(carried) + places_BW, mask=None if kept_B is None else kept_B[:, None])
-        total = total + (tiles[r] + widened(stored),)
-    return total
-
-
-@triton.jit
-def _store_lost(carried, group_B, tiles, decoded, kept_B):
-    """Store the difference of both, with 0 for sizes below the least normal number."""
-    width: tl.constexpr = tiles[0].shape[1]
-    for r in tl.static_range(len(tiles)):
-        places_BW = (group_B * (len(tiles) * width) + r * width)[:, None] + tl.arange(0, width)[None, :]
-        lost = tiles[r] - decoded[r]
-        lost = narrowed(tl.where(tl.abs(lost) < MIN_SCALE, lost * 0.0, lost), tl.bfloat16)
-        tl.store(raw(carried) + places_BW, lost, mask=None if kept_B is None else kept_B[:, None])
 
 
 @triton.jit
@@ -174,24 +158,22 @@ def _decode(
     levels = load_levels(source, group_B, num_groups, kept_B, fmt, num_tiles)
     if fmt.hadamard and not rotated:
         # The matrix is its own inverse but for the number of its rows, a power of two.
+        part: tl.constexpr = 1.0 / fmt.group_elems
         if fmt.symmetric:
-            tiles = _scaled(_rotated(levels), scale_B1 * (1.0 / fmt.group_elems), zero_B1, fmt)
+            tiles = _scaled(_rotated(levels), scale_B1 * part, zero_B1, False)
         else:
-            tiles = ()
-            numbers = _rotated(_scaled(levels, scale_B1, zero_B1, fmt))
-            for r in tl.static_range(num_tiles):
-                tiles = tiles + (numbers[r] * (1.0 / fmt.group_elems),)
+            tiles = _scaled(_rotated(_scaled(levels, scale_B1, zero_B1, True)), part, zero_B1, False)
     else:
-        tiles = _scaled(levels, scale_B1, zero_B1, fmt)
+        tiles = _scaled(levels, scale_B1, zero_B1, fmt.has_zeros)
     return tiles
 
 
 @triton.jit
-def _scaled(levels, scale_B1, zero_B1, fmt: tl.constexpr):
+def _scaled(levels, scale_B1, zero_B1, HAS_ZEROS: tl.constexpr):
     """Levels times the scale, exact because both are short, plus the zero: rounded once, fused or not."""
     tiles = ()
     for r in tl.static_range(len(levels)):
-        tiles = tiles + (tl.fma(levels[r], scale_B1, zero_B1) if fmt.has_zeros else levels[r] * scale_B1,)
+        tiles = tiles + (tl.fma(levels[r], scale_B1, zero_B1) if HAS_ZEROS else levels[r] * scale_B1,)
     return tiles
 
 
@@ -262,22 +244,3 @@ def _extremes(tiles):
 def _wider(low, high, other_low, other_high):
     every: tl.constexpr = tl.PropagateNan.ALL
     return tl.minimum(low, other_low, propagate_nan=every), tl.maximum(high, other_high, propagate_nan=every)
-
-
-@triton.jit
-def _codes(tiles, zero_B1, inverse_B1, fmt: tl.constexpr):
-    """Round numbers to codes, in units of the scale from the zero: integers whose low 8 bits are the codes'.
-
-    The scale and the zero are rounded outwards, so no number leaves the codes' range by more than float32's rounding,
-    and clamping would change nothing. Only symmetric formats have no level for the end opposite to the largest size.
-    """
-    codes = ()
-    for r in tl.static_range(len(tiles)):
-        if fmt.float8:
-            code = to_float8(tiles[r] * inverse_B1)
-        else:
-            scaled = (tiles[r] - zero_B1 if fmt.has_zeros else tiles[r]) * inverse_B1
-            scaled = tl.minimum(scaled, fmt.num_levels - 1.0) if fmt.symmetric else scaled
-            code = (scaled + (_TO_WHOLE + fmt.num_levels)).to(tl.int32, bitcast=True)
-        codes = codes + (code,)
-    return codes
