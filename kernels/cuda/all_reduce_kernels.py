@@ -155,10 +155,7 @@ def _take(source, like, row_B, num_elems, fmt: tl.constexpr, rotated: tl.constex
 
 @triton.jit
 def _only_if(valid, tiles):
-    kept = ()
-    for r in tl.static_range(len(tiles)):
-        kept = kept + (tl.where(valid, tiles[r], float("nan")),)
-    return kept
+    return [tl.where(valid, tile, float("nan")) for tile in tiles]
 
 
 @triton.jit

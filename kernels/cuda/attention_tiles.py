@@ -121,10 +121,7 @@ def _turned_bias(bias, key_N, mask_N, shape: tl.constexpr):
 @triton.jit
 def _rounded_operand(x, dtype: tl.constexpr):
     """Round float32 to ``dtype``, in a type that ``tl.dot`` takes."""
-    if INTERPRETED:
-        return widened(narrowed(x, dtype))
-    else:
-        return x.to(dtype)
+    return widened(narrowed(x, dtype)) if INTERPRETED else x.to(dtype)
 
 
 @triton.jit

@@ -162,8 +162,7 @@ def to_codes(tiles, zero_B1, inverse_B1, fmt: tl.constexpr):
 @triton.jit
 def from_codes(codes, fmt: tl.constexpr):
     """Return what ``to_codes`` gave as float32 numbers in units of the scale."""
-    levels = ()
-    for r in tl.static_range(len(codes)):
-        level = codes[r].to(tl.float32, bitcast=True) - (_TO_WHOLE + fmt.num_levels)
-        levels = levels + (from_float8(codes[r]) if fmt.float8 else level,)
-    return levels
+    if fmt.float8:
+        return [from_float8(code) for code in codes]
+    else:
+        return [code.to(tl.float32, bitcast=True) - (_TO_WHOLE + fmt.num_levels) for code in codes]

@@ -54,7 +54,7 @@ def decode_row(source, row_B, num_elems, fmt: tl.constexpr, rotated: tl.constexp
     """Decode rows ``row_B`` to tiles, which stay rotated if ``rotated``. Numbers beyond the end are undefined."""
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = tiling.elems // fmt.group_elems
-    tiles = ()
+    tiles = []
     for i in tl.static_range(per_row):
         place_B = row_B * per_row + i
         tiles = tiles + _decode(source, place_B, num_groups, fmt, rotated, tiling.num_tiles // per_row, tiling.beyond)
@@ -75,9 +75,7 @@ def encode_row(
     if tiling.beyond == ANY and not rotated:
         tiles = _filled(tiles, row_B * tiling.elems, num_elems)
     for i in tl.static_range(per_row):
-        group = ()
-        for r in tl.static_range(per_group):
-            group = group + (tiles[i * per_group + r],)
+        group = tiles[i * per_group : (i + 1) * per_group]
         if fmt.hadamard and not rotated:
             group = _rotated(group)
         _encode(target, row_B * per_row + i, num_groups, group, carried, fmt, tiling)
@@ -171,10 +169,7 @@ def _decode(
 @triton.jit
 def _scaled(levels, scale_B1, zero_B1, HAS_ZEROS: tl.constexpr):
     """Levels times the scale, exact because both are short, plus the zero: rounded once, fused or not."""
-    tiles = ()
-    for r in tl.static_range(len(levels)):
-        tiles = tiles + (tl.fma(levels[r], scale_B1, zero_B1) if HAS_ZEROS else levels[r] * scale_B1,)
-    return tiles
+    return [tl.fma(level, scale_B1, zero_B1) if HAS_ZEROS else level * scale_B1 for level in levels]
 
 
 @triton.constexpr_function
@@ -194,9 +189,7 @@ def _rotated(tiles):
     """Multiply each group by the Hadamard matrix of its size: rounds of a + b, a - b over strides 1, 2, 4, ..."""
     shape: tl.constexpr = _cut(tiles[0].shape[0], tiles[0].shape[1])
     threads: tl.constexpr = shape[1]
-    parts = ()
-    for r in tl.static_range(len(tiles)):
-        parts = parts + (tl.reshape(tiles[r], shape),)
+    parts = [tl.reshape(tile, shape) for tile in tiles]
     for _ in tl.static_range(len(shape) - 2):  # numbers of a thread
         before, parts = parts, ()
         for i in tl.static_range(len(before)):
@@ -204,10 +197,8 @@ def _rotated(tiles):
             parts = parts + (a + b, a - b)
     thread_BL = tl.broadcast_to(tl.arange(0, threads)[None, :], (shape[0], threads))
     for half in tl.static_range(_log2(threads)):  # of threads of a row
-        before, parts = parts, ()
         sign_BL = 1.0 - 2.0 * ((thread_BL >> half) & 1)
-        for i in tl.static_range(len(before)):
-            parts = parts + (tl.fma(before[i], sign_BL, tl.gather(before[i], thread_BL ^ (1 << half), 1)),)
+        parts = [tl.fma(part, sign_BL, tl.gather(part, thread_BL ^ (1 << half), 1)) for part in parts]
     for level in tl.static_range(len(shape) - 2, _log2(len(parts))):  # of tiles
         before, parts = parts, ()
         for i in tl.static_range(len(before)):
@@ -217,10 +208,7 @@ def _rotated(tiles):
         before, parts = parts, ()
         for i in tl.static_range(0, len(before), 2):
             parts = parts + (tl.join(before[i], before[i + 1]),)
-    mixed = ()
-    for r in tl.static_range(len(tiles)):
-        mixed = mixed + (tl.reshape(parts[r], tiles[0].shape),)
-    return mixed
+    return [tl.reshape(part, tiles[0].shape) for part in parts]
 
 
 # --- groups ---------------------------------------------------------------------------------------------------------

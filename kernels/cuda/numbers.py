@@ -85,30 +85,22 @@ def _places(tile: tl.constexpr, first_B, end, tiling: tl.constexpr):
 @triton.jit
 def raw(pointer):
     """Reinterpret a bfloat16 pointer as 16-bit integers, because the interpreter's conversions are not exact."""
-    if pointer.dtype.element_ty == tl.bfloat16:
-        return pointer.to(tl.pointer_type(tl.int16), bitcast=True)
-    else:  # a kernel function has one return type, including code after a return
-        return pointer
+    is_raw: tl.constexpr = pointer.dtype.element_ty == tl.bfloat16
+    return pointer.to(tl.pointer_type(tl.int16), bitcast=True) if is_raw else pointer
 
 
 @triton.jit
 def widened(stored):
     """Convert numbers loaded through ``raw`` to float32."""
-    if stored.dtype == tl.int16:
-        return (stored.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return stored.to(tl.float32)
+    return from_bf16(stored.to(tl.int32)) if stored.dtype == tl.int16 else stored.to(tl.float32)
 
 
 @triton.jit
 def narrowed(x, dtype: tl.constexpr):
     """Round float32 to nearest even, in the form that is stored through ``raw``."""
-    if dtype == tl.bfloat16:
-        if INTERPRETED:
-            return bf16_bits(x).to(tl.int16)  # its conversion truncates
-        else:
-            return x.to(tl.bfloat16).to(tl.int16, bitcast=True)
-    else:
+    if dtype == tl.bfloat16:  # the interpreter's conversion truncates
+        return bf16_bits(x).to(tl.int16) if INTERPRETED else x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    else:  # a kernel function has one return type, including code after a return
         return x.to(dtype)
 
 
@@ -117,10 +109,7 @@ def load_operand(source, places, mask):
     """Load numbers in a type that ``tl.dot`` takes; ``mask`` may be None. The interpreter's dot has no bfloat16."""
     pointers = raw(source) + places if INTERPRETED else source + places
     stored = tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
-    if INTERPRETED:
-        return widened(stored)
-    else:
-        return stored
+    return widened(stored) if INTERPRETED else stored
 
 
 @triton.jit
