@@ -10,7 +10,7 @@ import triton.language as tl
 from tightwire.kernels.cuda.numbers import from_bf16, from_float8, to_float8
 
 # 1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold.
-_TO_WHOLE = tl.constexpr(12582912.0)
+TO_WHOLE = tl.constexpr(12582912.0)
 _FLOAT_BASE = tl.constexpr(0x4B000000)  # 2^23, whose last bit is 1
 
 
@@ -27,18 +27,12 @@ def store_plane(target, plane: tl.constexpr, group_B, num_groups, codes, kept_B,
         packed = _moved(codes[k], shift)
         for f in tl.static_range(1, 8 // bits):
             field = _moved(codes[k + f * num_pieces], shift - bits * f)
-            packed = packed + field if fmt.bits == bits else _merged(packed, field, bits * f)
+            packed = packed + field if fmt.bits == bits else packed & ((1 << bits * f) - 1) | field & (-1 << bits * f)
         places_BW = (group_B * size + k * width)[:, None] + tl.arange(0, width)[None, :]
         # A second store, because selecting one by one takes an instruction each.
         tl.store(section + places_BW, packed.to(tl.uint8), mask=None if kept_B is None else kept_B[:, None])
         lost_B = ~finite_B if kept_B is None else kept_B & ~finite_B
         tl.store(section + places_BW, tl.zeros(places_BW.shape, tl.uint8), mask=lost_B[:, None])
-
-
-@triton.jit
-def _merged(low, high, bits: tl.constexpr):
-    below: tl.constexpr = (1 << bits) - 1
-    return (low & below) | (high & ~below)
 
 
 @triton.jit
@@ -83,27 +77,21 @@ def load_levels(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tile
             if len(planes) == 1:
                 levels = levels + (_floats(pieces[r % len(pieces)], fmt.bits * (r // len(pieces)), base, fmt),)
             else:
-                word = _plane_of_codes(planes[0], 0, r, fmt)
-                for p in tl.static_range(1, len(planes)):
-                    word |= _plane_of_codes(planes[p], p, r, fmt)
+                word = pieces[0] & 0
+                for p in tl.static_range(len(planes)):
+                    field = _moved(
+                        planes[p][r % len(planes[p])], fmt.plane_bits[p] * (r // len(planes[p])) - fmt.plane_shifts[p]
+                    )
+                    word |= field & (0x01010101 * (((1 << fmt.plane_bits[p]) - 1) << fmt.plane_shifts[p]))
                 levels = levels + (_floats(word, 0, base, fmt),)
     return levels
-
-
-@triton.jit
-def _plane_of_codes(pieces, plane: tl.constexpr, tile: tl.constexpr, fmt: tl.constexpr):
-    """Return the plane's bits of a tile's codes, four in a word."""
-    bits: tl.constexpr = fmt.plane_bits[plane]
-    shift: tl.constexpr = fmt.plane_shifts[plane]
-    moved = _moved(pieces[tile % len(pieces)], bits * (tile // len(pieces)) - shift)
-    return moved & (0x01010101 * (((1 << bits) - 1) << shift))
 
 
 @triton.constexpr_function
 def _moves(start, bits):
     """Return how far right each byte's bits from ``start`` on go, to be among the 23 bits of a float, and where they are then."""
-    places = [start + 8 * byte for byte in range(4)]
-    return [(at & 16 if bits == 8 else max(0, (at + bits - 16) // 8 * 8), at) for at in places]
+    moves = [at & 16 if bits == 8 else max(0, (at + bits - 16) // 8 * 8) for at in range(start, start + 32, 8)]
+    return [(down, start + 8 * byte - down) for byte, down in enumerate(moves)]
 
 
 @triton.jit
@@ -112,16 +100,12 @@ def _floats(word, start: tl.constexpr, base, fmt: tl.constexpr):
     moves: tl.constexpr = _moves(start, fmt.bits)
     numbers = ()
     for byte in tl.static_range(4):
-        numbers = numbers + (_float(word >> moves[byte][0], moves[byte][1] - moves[byte][0], base, fmt),)
+        number = (word >> moves[byte][0]) & (fmt.max_code << moves[byte][1]) | base
+        # Exact: 2^23 and the code times a power of two, less 2^23.
+        less = -(2.0 ** (23 - moves[byte][1])) - fmt.num_levels
+        numbers = numbers + (tl.fma(number.to(tl.float32, bitcast=True), 2.0 ** -moves[byte][1], less),)
     pairs = tl.join(tl.join(numbers[0], numbers[2]), tl.join(numbers[1], numbers[3]))
     return tl.reshape(pairs, (word.shape[0], 4 * word.shape[1]))
-
-
-@triton.jit
-def _float(word, at: tl.constexpr, base, fmt: tl.constexpr):
-    """Return the code at bit ``at``, exactly: 2^23 and ``base`` with the code in its bits differ by the code times 2^at."""
-    number = ((word & (fmt.max_code << at)) | base).to(tl.float32, bitcast=True)
-    return tl.fma(number, 2.0**-at, -(2.0 ** (23 - at)) - fmt.num_levels)
 
 
 @triton.jit
@@ -147,22 +131,10 @@ def to_codes(tiles, zero_B1, inverse_B1, fmt: tl.constexpr):
     The scale and the zero are rounded outwards, so no number leaves the codes' range by more than float32's rounding,
     and clamping would change nothing. Only symmetric formats have no level for the end opposite to the largest size.
     """
-    codes = ()
-    for r in tl.static_range(len(tiles)):
-        if fmt.float8:
-            code = to_float8(tiles[r] * inverse_B1)
-        else:
-            scaled = (tiles[r] - zero_B1 if fmt.has_zeros else tiles[r]) * inverse_B1
-            scaled = tl.minimum(scaled, fmt.num_levels - 1.0) if fmt.symmetric else scaled
-            code = (scaled + (_TO_WHOLE + fmt.num_levels)).to(tl.int32, bitcast=True)
-        codes = codes + (code,)
-    return codes
-
-
-@triton.jit
-def from_codes(codes, fmt: tl.constexpr):
-    """Return what ``to_codes`` gave as float32 numbers in units of the scale."""
     if fmt.float8:
-        return [from_float8(code) for code in codes]
+        return [to_float8(tile * inverse_B1) for tile in tiles]
     else:
-        return [code.to(tl.float32, bitcast=True) - (_TO_WHOLE + fmt.num_levels) for code in codes]
+        scaled = [(tile - zero_B1 if fmt.has_zeros else tile) * inverse_B1 for tile in tiles]
+        if fmt.symmetric:
+            scaled = [tl.minimum(number, fmt.num_levels - 1.0) for number in scaled]
+        return [(number + (TO_WHOLE + fmt.num_levels)).to(tl.int32, bitcast=True) for number in scaled]

@@ -10,7 +10,7 @@ The same source runs compiled and in Triton's interpreter, so there is no inline
 import triton
 import triton.language as tl
 
-from tightwire.kernels.cuda.block_sections import from_codes, load_bf16, load_levels, store_bits, store_plane, to_codes
+from tightwire.kernels.cuda.block_sections import TO_WHOLE, load_bf16, load_levels, store_bits, store_plane, to_codes
 from tightwire.kernels.cuda.launch import NUM_WARPS
 from tightwire.kernels.cuda.numbers import (
     ANY,
@@ -20,6 +20,7 @@ from tightwire.kernels.cuda.numbers import (
     bf16_above,
     bf16_below,
     from_bf16,
+    from_float8,
     load_tiles,
     store_tiles,
 )
@@ -133,7 +134,9 @@ def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, tili
     scale_bits_B = tl.where(finite_B, scale_bits_B, _NAN_BF16)
     store_bits(target, own, group_B, num_groups, scale_bits_B, kept_B, fmt)
     if carried is not None:
-        decoded = _scaled(from_codes(codes, fmt), from_bf16(scale_bits_B)[:, None], zero_B[:, None], fmt.has_zeros)
+        whole: tl.constexpr = TO_WHOLE + fmt.num_levels
+        levels = [from_float8(code) if fmt.float8 else code.to(tl.float32, bitcast=True) - whole for code in codes]
+        decoded = _scaled(levels, from_bf16(scale_bits_B)[:, None], zero_B[:, None], fmt.has_zeros)
         lost = ()
         for r in tl.static_range(len(tiles)):
             left = tiles[r] - decoded[r]

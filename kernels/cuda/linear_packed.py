@@ -194,14 +194,8 @@ def _numbers_ptx(in_unit: int, codes: Codes, is_half: bool) -> str:
 def _numbers(low, high, x, IN_UNIT: tl.constexpr, CODES: tl.constexpr):
     """``find_codes`` less the offset, of x's type, with fewer instructions than Triton finds."""
     ptx: tl.constexpr = _numbers_ptx(IN_UNIT, CODES, x.dtype == tl.float16)
-    return tl.inline_asm_elementwise(
-        ptx,  # pyright: ignore[reportArgumentType]
-        "=r,=r,r,r",
-        [low, high],
-        dtype=x.dtype,
-        is_pure=True,
-        pack=4,
-    )
+    args = [low, high]
+    return tl.inline_asm_elementwise(ptx, "=r,=r,r,r", args, x.dtype, is_pure=True, pack=4)  # pyright: ignore[reportArgumentType]
 
 
 @triton.jit
