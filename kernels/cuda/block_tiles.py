@@ -35,9 +35,7 @@ _SIGN_BF16 = tl.constexpr(0x8000)
 @triton.constexpr_function
 def stays_rotated(fmt, out_fmt):
     """Return True if a sum of messages in ``fmt``, encoded as ``out_fmt``, is computed from rotated numbers."""
-    if fmt is None or out_fmt is None:
-        return False
-    return fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
+    return None not in (fmt, out_fmt) and fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
 
 
 @triton.constexpr_function
@@ -106,11 +104,9 @@ def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, tili
     top: tl.constexpr = FLOAT8_MAX if fmt.float8 else fmt.num_levels or fmt.max_code
     own: tl.constexpr = len(fmt.plane_bits)  # the start of the sections of the groups' own numbers: the scales
     kept_B = None if tiling.beyond == NOTHING else group_B < num_groups
-
     if carried is not None:
         groups: tl.constexpr = _of_groups(tiling, fmt)
-        stored = load_tiles(carried, group_B * fmt.group_elems, num_groups * fmt.group_elems, groups)
-        tiles = add_tiles(tiles, stored)
+        tiles = add_tiles(tiles, load_tiles(carried, group_B * fmt.group_elems, num_groups * fmt.group_elems, groups))
     low_B, high_B, finite_B = _extremes(tiles)
     if fmt.has_zeros:
         zero_bits_B = bf16_below(low_B + 0.0)
@@ -126,7 +122,6 @@ def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, tili
     if fmt.symmetric:
         scale_bits_B = scale_bits_B | tl.where(high_B > -low_B, _SIGN_BF16, 0)
         scale_B = from_bf16(scale_bits_B)
-
     inverse_B = tl.div_rn(tl.full(scale_B.shape, 1.0, tl.float32), scale_B)
     codes = to_codes(tiles, zero_B[:, None], inverse_B[:, None], fmt)
     for p in tl.static_range(len(fmt.plane_bits)):
@@ -137,11 +132,8 @@ def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, tili
         whole: tl.constexpr = TO_WHOLE + fmt.num_levels
         levels = [from_float8(code) if fmt.float8 else code.to(tl.float32, bitcast=True) - whole for code in codes]
         decoded = _scaled(levels, from_bf16(scale_bits_B)[:, None], zero_B[:, None], fmt.has_zeros)
-        lost = ()
-        for r in tl.static_range(len(tiles)):
-            left = tiles[r] - decoded[r]
-            # 0 for sizes below the least normal number
-            lost = lost + (tl.where(tl.abs(left) < MIN_SCALE, left * 0.0, left),)
+        lost = add_tiles(tiles, [number * -1.0 for number in decoded])
+        lost = [tl.where(tl.abs(each) < MIN_SCALE, each * 0.0, each) for each in lost]  # no subnormal numbers
         store_tiles(carried, group_B * fmt.group_elems, num_groups * fmt.group_elems, lost, groups)
     if fmt.has_zeros:
         store_bits(target, own + 1, group_B, num_groups, tl.where(finite_B, zero_bits_B, 0), kept_B, fmt)
