@@ -184,8 +184,9 @@ def _rotated(tiles):
     """Multiply each group by the Hadamard matrix of its size: rounds of a + b, a - b over strides 1, 2, 4, ..."""
     shape: tl.constexpr = _cut(tiles[0].shape[0], tiles[0].shape[1])
     threads: tl.constexpr = shape[1]
+    in_thread: tl.constexpr = _log2(tiles[0].shape[1] // threads)
     parts = [tl.reshape(tile, shape) for tile in tiles]
-    for _ in tl.static_range(len(shape) - 2):  # numbers of a thread
+    for _ in tl.static_range(in_thread):  # numbers of a thread
         before, parts = parts, ()
         for i in tl.static_range(len(before)):
             a, b = tl.split(before[i])
@@ -194,19 +195,16 @@ def _rotated(tiles):
     for half in tl.static_range(_log2(threads)):  # of threads of a row
         sign_BL = 1.0 - 2.0 * ((thread_BL >> half) & 1)
         parts = [tl.fma(part, sign_BL, tl.gather(part, thread_BL ^ (1 << half), 1)) for part in parts]
-    for level in tl.static_range(len(shape) - 2, _log2(len(parts))):  # of tiles
+    for level in tl.static_range(in_thread, _log2(len(parts))):  # of tiles
         before, parts = parts, ()
         for i in tl.static_range(len(before)):
             other = before[i ^ (1 << level)]
             parts = parts + (other - before[i] if i & (1 << level) else before[i] + other,)
-    for _ in tl.static_range(len(shape) - 2):
+    for _ in tl.static_range(in_thread):
         before, parts = parts, ()
         for i in tl.static_range(0, len(before), 2):
             parts = parts + (tl.join(before[i], before[i + 1]),)
     return [tl.reshape(part, tiles[0].shape) for part in parts]
-
-
-# --- groups ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -7,11 +7,13 @@ that differ most.
 
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.kernels.compiled import compiled
 from helpers.kernels.interpreted import needs_triton
 
 from tightwire.comm.codec.codec import parse_codec
@@ -69,8 +71,48 @@ def test_encode_and_decode(name: str, capability: int) -> None:
     decoded = _ptx(_decode, capability, {"buf": "*u8", "out": "*bf16"}, {**constants, "ADDS": False})
     for ptx in (encoded, decoded):
         assert "ftz" not in ptx and "div.full" not in ptx
-    assert "fma.rn" not in encoded and ("fma.rn" in decoded) == fmt.has_zeros  # an exact product and a zero
+    # All are exact: a number or its opposite and another, a code times a power of two less a whole number, an exact product and a zero.
+    assert ("fma.rn" in encoded) == fmt.hadamard and ("fma.rn" in decoded) == (not fmt.float8 or fmt.has_zeros)
     assert "ld.global.v4" in encoded and "st.global.v4" in decoded
+
+
+def _instructions(kernel: Any, path: Path) -> int:
+    """What a thread executes, without the division's rare path, which follows the program's end."""
+    import triton
+
+    path.write_bytes(kernel.asm["cubin"])
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    listing = subprocess.run([cuobjdump, "-sass", path], capture_output=True, text=True, check=True).stdout
+    executed = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?(\w+)", listing, re.MULTILINE)
+    return len(executed) - executed[::-1].index("EXIT")
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("int5", (12.4, 6.2, 32.4)),
+        ("fp8", (9.5, 4.4, 22.5)),
+        ("int4-had", (18.0, 14.5, 26.0)),
+        *([("int8", (12.5, 5.8, 29.8)), ("int6", (15.5, 6.6, 35.4)), ("int4", (12.5, 5.6, 28.7))] if _AOT else ()),
+    ],
+)
+def test_codecs_take_few_instructions(name: str, most: tuple[float, float, float], tmp_path: Path) -> None:
+    """To encode, to decode and to add four, for each number; scales and zeros take an access each, rotations no shared memory."""
+    from tightwire.kernels.cuda.block_quant import _decode, _decode_reduce_encode, _encode
+    from tightwire.kernels.cuda.numbers import make_tiling
+
+    fmt = parse_codec(name).format
+    assert fmt is not None
+    tiling = make_tiling(1 << 20, fmt)
+    given = {"fmt": fmt, "tiling": tiling}
+    with compiled(H100):  # what a GPU has is asked of the driver
+        encoded = _compiled(_encode, H100, {"x": "*bf16", "out": "*u8"}, {**given, "carried": None})
+        decoded = _compiled(_decode, H100, {"buf": "*u8", "out": "*bf16"}, {**given, "ADDS": False})
+        types = {"bufs": ("*u8",) * 4, "out": "*u8"}
+        summed = _compiled(_decode_reduce_encode, H100, types, {**given, "out_fmt": fmt, "carried": None})
+    for kernel, limit, num_messages in zip((encoded, decoded, summed), most, (1, 1, 5), strict=True):
+        assert _instructions(kernel, tmp_path / "kernel") <= limit * tiling.rows * tiling.elems / 128
+        assert kernel.asm["ptx"].count("global.b8") <= 2 * num_messages and kernel.metadata.shared <= 256
 
 
 def test_decode_reduce_encode() -> None:
@@ -95,8 +137,11 @@ def test_encoding_that_carries_what_it_loses(name: str) -> None:
     encoded = _ptx(_encode, H100, {"x": "*bf16", "out": "*u8", "carried": "*bf16"}, constants)
     types = {"bufs": ("*u8", "*u8"), "out": "*u8", "carried": "*bf16"}
     summed = _ptx(_decode_reduce_encode, H100, types, {**constants, "out_fmt": fmt})
+    # Those of at most one round of rotations, and of two messages' codes: all exact.
+    numbers = constants["tiling"].rows * constants["tiling"].elems // 128
+    assert encoded.count("fma") <= numbers and summed.count("fma") <= 2 * numbers
     for ptx in (encoded, summed):
-        assert "ftz" not in ptx and "fma" not in ptx and "cvt.rn.bf16" in ptx
+        assert "ftz" not in ptx and "cvt.rn.bf16" in ptx
         assert "ld.global.v4" in ptx and "st.global.v4" in ptx
 
 
