@@ -89,12 +89,12 @@ docs: $(installed_dev)
 gpu-test: $(installed_dev)
 	$(pytest) -m "gpu or multi_gpu" $(ARGS)
 
-# Carries gpu-wheels/ to a machine whose Python has torch, Triton and transformers; results are in $OUT. ARGS="--stages serve,int4"
+# Carries gpu-wheels/ to a machine whose Python has torch, Triton and transformers; results are in $OUT. ARGS="--rehearse" needs no GPU
 gpu-check:
-	$(PYTHON) tools/gpu_check.py $(ARGS)
+	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) tools/gpu_check.py $(ARGS)
 
 gpu-wheels:
-	$(PYTHON) tools/gpu_check.py --wheels
+	PYTHONPATH=src $(PYTHON) tools/gpu_check.py --wheels
 
 # All cases of tests of which `make test` runs a few; about fifteen minutes of CPU.
 aot: $(installed_dev)

@@ -8,7 +8,6 @@ block of other commands stands behind ``<!-- not run: REASON -->``.
 Commands of figures (bench/RESULTS.md) that start the program are parsed too, with a value for what they leave open; others there are not looked at.
 """
 
-import argparse
 import importlib.util
 import json
 import re
@@ -16,15 +15,12 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 import httpx
 import pytest
+from helpers.parsed_commands import parse
 from helpers.server.fake_engine import FakeEngine, app_for
-
-from tightwire.__main__ import main
-from tightwire.bench import cli
-from tightwire.server.config import flags
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -73,40 +69,6 @@ def _commands(page: Path) -> Iterator[Command]:
 COMMANDS = list(dict.fromkeys(command for page in PAGES for command in _commands(page)))
 
 
-class _ParsedError(Exception):
-    """The parser of a verb accepts the arguments; nothing was started."""
-
-
-def _stop() -> NoReturn:
-    raise _ParsedError
-
-
-def _parse(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
-    verb, *rest = argv
-    if verb == "bench":
-        load = cli.load
-        monkeypatch.setattr(cli, "load", lambda entry: _stop() if entry.endswith("Bench") else load(entry))
-        with pytest.raises(_ParsedError):
-            main(argv)
-        return
-    if verb == "train":
-        assert main(["train", *("pretrain-10m" if word == "my.yaml" else word for word in rest), "--dry-run"]) == 0
-        return
-    if verb == "serve":
-        flags.parse(flags.make_parser("serve", "Serve."), rest)
-        return
-    original = argparse.ArgumentParser.parse_known_args
-
-    def stop(self: argparse.ArgumentParser, *args: Any, **named: Any) -> NoReturn:
-        _, unknown = original(self, *args, **named)
-        assert not unknown, f"unknown: {unknown}"
-        _stop()
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
-    with pytest.raises(_ParsedError):
-        main(argv)
-
-
 def _expand(words: list[str]) -> None:
     subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True, timeout=60)
 
@@ -127,9 +89,9 @@ async def test_a_command_is_accepted(command: Command, monkeypatch: pytest.Monke
     words = words[1:] if words[0] == "sudo" else words
     match words:
         case ["tightwire", *argv]:
-            _parse(monkeypatch, argv)
+            parse(monkeypatch, argv)
         case ["torchrun", *_]:
-            _parse(monkeypatch, words[words.index("tightwire") + 1 :])
+            parse(monkeypatch, words[words.index("tightwire") + 1 :])
         case ["make", *_]:
             _expand(words)
         case [".venv/bin/python", "-m", "pytest", *rest]:
@@ -199,7 +161,7 @@ def _alternatives(text: str) -> Iterator[list[str]]:
 def test_a_command_of_a_figure_is_accepted(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in _filled(text):
         with monkeypatch.context() as patched:
-            _parse(patched, words)
+            parse(patched, words)
 
 
 def test_blocks_are_found_and_marks_have_reasons() -> None:
