@@ -16,7 +16,7 @@ class Sizes:
     roofline: tuple[str, ...]
     kernels: tuple[str, ...]
     products: dict[str, Any]
-    serve: tuple[str, ...] = ()  # options of servers
+    serve: tuple[str, ...] = ()  # options of servers, the last ones
     one: tuple[str, ...]  # the load of one request, as in the roofline
     loads: tuple[str, ...]
     stream: tuple[str, ...]
@@ -78,7 +78,7 @@ SMALL = Sizes(
     ),
     kernels=("--sizes", "4KiB", "--codecs", "int8,int4", "--repeats", "1", "--seconds-per-arm", "0.01"),
     products={"shapes": [[64, 256]], "repeats": 1, "all_bytes": 0},
-    serve=("--max-model-len", "256", "--max-num-batched-tokens", "64"),
+    serve=("--max-model-len", "256", "--max-num-batched-tokens", "64", "--max-num-seqs", "2"),
     one=("--concurrency", "1", "--num-requests", "1", "--input-len", "16", "--output-len", "4"),
     loads=("--concurrency", "2", "--num-requests", "2", "--input-len", "16", "--output-len", "4"),
     stream=("--batches", "1", "--repeats", "3", "--context", "16"),

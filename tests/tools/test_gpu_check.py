@@ -222,15 +222,15 @@ def test_what_is_asked_is_beside_what_was_measured() -> None:
 @pytest.mark.slow
 def test_stages_run_on_the_emulated_device(tmp_path: Path) -> None:
     """The quickest of them; `make gpu-check ARGS="--rehearse"` runs all."""
-    stages = "packages,facts,packed products,sums over NCCL,sanitizer"
+    stages = "packages,facts,codecs,sums over NCCL,sanitizer"
     command = [sys.executable, "tools/gpu_check.py", "--rehearse", "--limit-s", "300", "--stages", stages]
     environment = {**os.environ, "OUT": str(tmp_path), "PYTHONPATH": f"{gpu_check.ROOT}/src"}
     run = subprocess.run(command, cwd=gpu_check.ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr + run.stdout
     end = json.loads(run.stdout.splitlines()[-1])
     left_out = {"sums over NCCL": "left out", "sanitizer": "left out"}
-    assert end["stages"] == {**dict.fromkeys(("packages", "facts", "packed products"), "ok"), **left_out}
-    assert json.loads((tmp_path / "results.json").read_text())["stages"]["packed products"]["figures"]["rows"]
+    assert end["stages"] == {**dict.fromkeys(("packages", "facts", "codecs"), "ok"), **left_out}
+    assert json.loads((tmp_path / "results.json").read_text())["stages"]["codecs"]["figures"]["cells"]
 
 
 def test_wheels_are_installed_for_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
