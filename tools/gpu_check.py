@@ -7,6 +7,7 @@ machine with one (``--wheels``). The folder $OUT gets results.json after every s
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -33,6 +34,7 @@ PACKAGES = [
     "pydantic",
     "pydantic-core",
     "pytest-asyncio",
+    "pytest-timeout",
     "pyzmq",
     "starlette",
     "typing-inspection",
@@ -56,7 +58,9 @@ def install_wheels(machine: Machine) -> list[str]:
         pip = sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade", "--target"
         machine.run((*pip, str(SITE), *map(str, missing)))
     there = found | {normal(each.name.split("-")[0]) for each in missing}
-    if absent := sorted({"torch", "triton", "pytest", *PACKAGES} - there):
+    absent = sorted(set(PACKAGES) - there)
+    absent += [name for name in ("torch", "triton", "pytest") if importlib.util.find_spec(name) is None]
+    if absent:
         raise RuntimeError(
             f"missing: {', '.join(absent)}; `make gpu-wheels` where there is a network fills {WHEELS.name}/"
         )
@@ -120,10 +124,10 @@ def check(
 
 def table(results: Mapping[str, Any]) -> str:
     """Asked and measured, and the stages that were not run."""
-    lines = [f"{'figure':52} {'asked':>14} {'measured':>10}"]
+    lines = [f"{'figure':66} {'asked':>14} {'measured':>10}"]
     for row in results["asked"]:
         measured = "-" if row["measured"] is None else f"{row['measured']:.3f}"
-        lines.append(f"{row['figure']:52} {row['asked']:>14} {measured:>10} {'missed' if row['met'] is False else ''}")
+        lines.append(f"{row['figure']:66} {row['asked']:>14} {measured:>10} {'missed' if row['met'] is False else ''}")
     for status in ("failed", "left out", "skipped"):
         if names := [name for name, each in results["stages"].items() if each["status"] == status]:
             lines.append(f"{status}: {', '.join(names)}")
@@ -136,8 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stages = (Stage("packages", install_wheels, 60), *STAGES)
     names = [stage.name for stage in stages]
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--stages", default=",".join(names), metavar="A,B", help="stages to run (default: %(default)s)")
-    parser.add_argument("--go-on", action="store_true", help="keep earlier results, and run what was skipped")
+    parser.add_argument("--stages", metavar="A,B", help=f"stages to run (default: {','.join(names)})")
+    parser.add_argument("--go-on", action="store_true", help="keep earlier results; run what was skipped, or --stages")
     parser.add_argument(
         "--total-s", type=float, default=TOTAL_S, metavar="S", help="of all stages (default: %(default)g)"
     )
@@ -145,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="small sizes, on an emulated device: needs no GPU")
     parser.add_argument("--wheels", action="store_true", help="fill gpu-wheels/ instead")
     args = parser.parse_args(argv)
-    wanted = args.stages.split(",")
+    wanted = args.stages.split(",") if args.stages else names
     if unknown := sorted(set(wanted) - set(names)):
         parser.error(f"--stages: there is no stage {', '.join(unknown)}; stages are {', '.join(names)}")
     if args.wheels:
@@ -156,7 +160,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     kept = SITE / ("rehearsal.json" if args.rehearse else "results.json")
     known = json.loads(kept.read_text())["stages"] if args.go_on else {}
-    known = {name: each for name, each in known.items() if each["status"] != "skipped"}
+    again = set(wanted) if args.stages else {name for name, each in known.items() if each["status"] == "skipped"}
+    known = {name: each for name, each in known.items() if name not in again}
     machine = Machine(out, SMALL if args.rehearse else FULL, emulated=args.rehearse)
     chosen = [stage for stage in stages if stage.name in wanted and stage.name not in known]
     results = check(machine, chosen, total_s=args.total_s, limit_s=args.limit_s, known=known, kept=kept)
