@@ -1,7 +1,7 @@
 """Uses a machine with a GPU completely: runs every stage that its time allows, goes on after a failure, and ends with one line of JSON.
 
 ``make gpu-check`` needs no network: what this Python lacks is taken from gpu-wheels/, which ``make gpu-wheels`` fills on a
-machine with one (``--wheels``). The folder $OUT gets results.json after every stage, and log.txt with all output as it comes.
+machine with one (``--wheels``). The folder $OUT gets results.json after every stage, log.txt and server.log with all output as it comes.
 ``gpu_stages.py`` has the stages, ``gpu_sizes.py`` their sizes, ``gpu_programs.py`` what runs on the device itself.
 """
 

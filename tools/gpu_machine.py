@@ -85,24 +85,28 @@ class Machine:
     def figures(self, *command: str, environment: Mapping[str, str] = NOTHING) -> Any:
         """The JSON object at the end of a command's output; a command that fails raises CommandError with it."""
         try:
-            return last_json(self.run(command, environment=environment))
+            found = last_json(self.run(command, environment=environment))
         except CommandError as error:
             error.figures = last_json(error.output)
-            if isinstance(error.figures, dict) and error.figures.get("error"):
+            if error.figures and error.figures.get("error") not in (None, "interrupted"):
                 raise CommandError(str(error.figures["error"]), error.output, error.figures) from None
             raise
+        if found is None:
+            raise CommandError("ended without a JSON object; see log.txt")
+        return found
 
     @contextlib.contextmanager
     def serving(self, *options: str) -> Iterator[str]:
-        """A server that answers, and its address."""
+        """A server that answers, and its address. Its output is in server.log: between that of a bench it could tear its JSON."""
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", int(PORT))) == 0:
                 raise RuntimeError(f"port {PORT} is in use, perhaps by a server of an earlier check: end it first")
-        server, start = self._start([*TIGHTWIRE, "serve", *options, "--port", PORT], NOTHING, None)
+        log = self.out / "server.log"
+        server, start = self._start([*TIGHTWIRE, "serve", *options, "--port", PORT], NOTHING, log=log)
         try:
             while not _healthy():
                 if server.poll() is not None:
-                    raise CommandError(f"the server ended: {self._written(start)[-300:].strip()}")
+                    raise CommandError(f"the server ended: {self._written(start, log)[-300:].strip()}")
                 if time.monotonic() > self.deadline:
                     raise CommandError("the server did not answer before its stage's time was over")
                 time.sleep(0.2)
@@ -111,28 +115,33 @@ class Machine:
             _end(server)
 
     def _start(
-        self, command: Sequence[str], environment: Mapping[str, str], into: Path | None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        into: Path | None = None,
+        log: Path | None = None,
     ) -> tuple["subprocess.Popen[bytes]", int]:
         """The process, and where in the log its output begins."""
-        with self.log.open("ab") as log, (into or self.log).open("wb" if into else "ab") as out:
-            log.write(f"\n$ {' '.join(command)}\n".encode())
-            log.flush()
+        path = log or self.log
+        with path.open("ab") as log_file, (into or path).open("wb" if into else "ab") as out:
+            log_file.write(f"\n$ {' '.join(command)}\n".encode())
+            log_file.flush()
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
-                stderr=log,
+                stderr=log_file,
                 cwd=ROOT,
                 env={**self.environment, **environment},
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call
             )
-            return child, log.tell()
+            return child, log_file.tell()
 
-    def _written(self, start: int) -> str:
-        with self.log.open("rb") as log:
-            log.seek(start)
-            return log.read().decode(errors="replace")
+    def _written(self, start: int, log: Path | None = None) -> str:
+        with (log or self.log).open("rb") as log_file:
+            log_file.seek(start)
+            return log_file.read().decode(errors="replace")
 
 
 def last_json(text: str) -> Any:

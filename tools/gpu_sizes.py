@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-TINY = "build/gpu-check/tiny"  # as `gpu_programs.py models` makes it: 4 layers
+TINY = "build/gpu-check/tiny"  # as `gpu_programs.py models` makes it
 SHAPE_70B = "build/gpu-check/70b/config.json"  # the layers of a Llama of 70 billion parameters, but fewer
 
 
@@ -19,6 +19,7 @@ class Sizes:
     serve: tuple[str, ...] = ()  # options of servers, the last ones
     one: tuple[str, ...]  # the load of one request, as in the roofline
     loads: tuple[str, ...]
+    warmups: str = "2"
     stream: tuple[str, ...]
     layers: tuple[str, ...] = ()  # how many of the served model are streamed
     model_70b: str
@@ -81,6 +82,7 @@ SMALL = Sizes(
     serve=("--max-model-len", "256", "--max-num-batched-tokens", "64", "--max-num-seqs", "2"),
     one=("--concurrency", "1", "--num-requests", "1", "--input-len", "16", "--output-len", "4"),
     loads=("--concurrency", "2", "--num-requests", "2", "--input-len", "16", "--output-len", "4"),
+    warmups="1",
     stream=("--batches", "1", "--repeats", "3", "--context", "16"),
     model_70b=f"random:{TINY}/config.json",
     transformers={"model": f"random:{TINY}/config.json", "prompt_len": 32, "output_len": 4},

@@ -55,7 +55,7 @@ def roofline(machine: Machine) -> Any:
 def load(machine: Machine, model: str, sizes: tuple[str, ...], *options: str) -> Any:
     """Load on a server of ``model``."""
     with machine.serving(model, *_CUDA, *options, *machine.sizes.serve) as url:
-        return bench(machine, "serve", "--url", url, *sizes, "--warmups", "2")
+        return bench(machine, "serve", "--url", url, *sizes, "--warmups", machine.sizes.warmups)
 
 
 def int4(machine: Machine) -> Any:

@@ -58,6 +58,7 @@ def test_stages_after_a_failure_run_and_results_are_written_as_it_goes(tmp_path:
     stages = (
         _stage("fails", "print('half a result'); raise SystemExit('no memory')"),
         _stage("hangs", "import time; print('begun', flush=True); time.sleep(60)", 1.0),
+        _stage("says nothing", "print('done')"),
         _stage("measures and fails", 'print(\'{"cells": [1], "error": "too slow"}\'); raise SystemExit(1)'),
         Stage("a bug", _raises(KeyError("cells")), 60.0),
         Stage("lacks", _raises(LeftOutError("no such package", {"half": 1})), 60.0),
@@ -65,13 +66,14 @@ def test_stages_after_a_failure_run_and_results_are_written_as_it_goes(tmp_path:
     )
     results = check(Machine(tmp_path), stages)
     assert json.loads((tmp_path / "results.json").read_text()) == results and not results["ok"]
-    assert known == [["fails", "hangs", "measures and fails", "a bug", "lacks"]]
+    assert known == [["fails", "hangs", "says nothing", "measures and fails", "a bug", "lacks"]]
     found = results["stages"]
-    assert [each["status"] for each in found.values()] == ["failed"] * 4 + ["left out", "ok"]
+    assert [each["status"] for each in found.values()] == ["failed"] * 5 + ["left out", "ok"]
     assert "ended with 1; half a result" in found["fails"]["reason"] and "longer" in found["hangs"]["reason"]
     assert found["measures and fails"]["reason"] == "too slow" and found["measures and fails"]["figures"]["cells"] == [
         1
     ]
+    assert found["says nothing"]["reason"] == "ended without a JSON object; see log.txt"
     assert found["a bug"]["reason"] == "KeyError: 'cells'"
     assert found["lacks"]["reason"] == "no such package" and found["lacks"]["figures"] == {"half": 1}
     assert found["last"]["figures"] == {"speed": 3}
