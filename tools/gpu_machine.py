@@ -53,11 +53,12 @@ class Stage:
 
 
 class Machine:
-    """``deadline``: of the running stage. ``environment``: of commands."""
+    """``deadline``: of the running stage. ``environment``: of commands. ``devices``: their names, None before anybody asked."""
 
     def __init__(self, out: Path, sizes: Sizes = FULL, *, emulated: bool = False) -> None:
         self.out, self.sizes, self.deadline = out, sizes, float("inf")
         self.log = out / "log.txt"
+        self.devices: list[str] | None = None
         given = [] if emulated else [os.environ.get("PYTHONPATH", "")]
         site = [f"{ROOT}/tests/helpers/emulated/site"] if emulated else []  # before all others
         folders = filter(None, [*site, *given, f"{ROOT}/src", f"{ROOT}/tests", str(SITE)])

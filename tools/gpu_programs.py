@@ -45,7 +45,7 @@ def models() -> str:
     """Write the tiny model, and the configuration of 70 billion parameters with fewer layers."""
     from tiny import make_tiny
 
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 96}
+    sizes: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 96}
     make_tiny(Path(TINY), num_hidden_layers=3, **sizes)
     shape = replace(RANDOM_SHAPES["llama-3-70b"], num_layers=_LAYERS_70B)
     Path(SHAPE_70B).parent.mkdir(exist_ok=True)
