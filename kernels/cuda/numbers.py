@@ -58,9 +58,11 @@ def make_tiling(num_elems: int, *formats: BlockFormat, program_elems: int | None
 def load_tiles(source, first_B, end, tiling: tl.constexpr):
     """Load float32 tiles of a row of numbers from each place in ``first_B``; 0 for places from ``end`` on."""
     num_tiles: tl.constexpr = tiling.num_tiles
+    width: tl.constexpr = tiling.elems // num_tiles
     tiles = ()
     for r in tl.static_range(num_tiles):
-        places_BW, kept = _places(r, first_B, end, tiling)
+        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
+        kept = None if tiling.beyond == NOTHING else _inside(first_B, places_BW, end, tiling)
         stored = tl.load(raw(source) + places_BW, mask=kept, other=None if kept is None else 0)
         tiles = tiles + (widened(stored),)
     return tiles
@@ -69,17 +71,16 @@ def load_tiles(source, first_B, end, tiling: tl.constexpr):
 @triton.jit
 def store_tiles(target, first_B, end, tiles, tiling: tl.constexpr):
     """Round each number to ``target``'s type and store it; the inverse of ``load_tiles``."""
+    width: tl.constexpr = tiles[0].shape[1]
     for r in tl.static_range(len(tiles)):
-        places_BW, kept = _places(r, first_B, end, tiling)
+        places_BW = (first_B + r * width)[:, None] + tl.arange(0, width)[None, :]
+        kept = None if tiling.beyond == NOTHING else _inside(first_B, places_BW, end, tiling)
         tl.store(raw(target) + places_BW, narrowed(tiles[r], target.dtype.element_ty), mask=kept)
 
 
 @triton.jit
-def _places(tile: tl.constexpr, first_B, end, tiling: tl.constexpr):
-    width: tl.constexpr = tiling.elems // tiling.num_tiles
-    places_BW = (first_B + tile * width)[:, None] + tl.arange(0, width)[None, :]
-    inside = (first_B < end)[:, None] if tiling.beyond == ROWS else places_BW < end
-    return places_BW, None if tiling.beyond == NOTHING else inside
+def _inside(first_B, places_BW, end, tiling: tl.constexpr):
+    return (first_B < end)[:, None] if tiling.beyond == ROWS else places_BW < end
 
 
 @triton.jit
