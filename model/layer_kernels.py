@@ -82,7 +82,9 @@ class EagerLayers:
         lens = batch.query_start_B1, batch.context_lens_B
         num_decode = batch.num_decode_rows  # one launch of zeros for all layers, which follow each other
         counts = num_decode, shard.local_kv_heads
-        arrivals_TK = torch.zeros(counts, dtype=torch.int32, device=cache.device) if cache.device.type == "cuda" else None
+        arrivals_TK = (
+            torch.zeros(counts, dtype=torch.int32, device=cache.device) if cache.device.type == "cuda" else None
+        )
         self._sequences = [PackedSequences(*lens, table, num_decode, arrivals_TK) for table in batch.block_tables_LBM]
         self._head_groups = shard.head_groups(config.heads_per_kv_head)
         self._form, self._gelu = norm_form(config), config.activation == "gelu_tanh"
