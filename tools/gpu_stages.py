@@ -248,6 +248,11 @@ def _cell(found: Any, name: str) -> Any:
     return next(cell for cell in found["decode and prefill"]["cells"] if cell["name"].startswith(name))
 
 
+def _token_s(served: Any) -> float:
+    """Of one request."""
+    return served["cells"][0]["tpot_s"]["p50"]
+
+
 def _streaming(found: Any, stage: str) -> float:
     cell = found[stage]["cells"][0]
     return cell["bytes_per_step"] / cell["step_s"] / found["stream"]["copy_bytes_per_s"]
@@ -279,7 +284,7 @@ def _asked() -> Iterator[tuple[str, tuple[float, float], Callable[[Any], float]]
     yield (
         "int4 decode, of bfloat16's time",
         (0.0, 0.5),
-        lambda found: found["int4"]["cells"][0]["tpot_s"]["p50"] / _cell(found, _TOKEN)["seconds"],
+        lambda found: _token_s(found["int4"]) / _cell(found, _TOKEN)["seconds"],
     )
     yield "streamed step, share of pinned copies", (0.9, inf), lambda found: _streaming(found, "stream")
     yield "streamed 70B int4, share of pinned copies", (0.9, inf), lambda found: _streaming(found, "stream 70B")
@@ -293,6 +298,12 @@ def _asked() -> Iterator[tuple[str, tuple[float, float], Callable[[Any], float]]
         _ANY,
         lambda found: found["transformers"]["prompt_s"] / _cell(found, _PROMPT)["seconds"],
     )
+    for name, how in (("eager", "graphs"), ("one by one", "planning ahead")):
+        yield (
+            f"decode, times as fast by {how}",
+            _ANY,
+            lambda found, name=name: _token_s(found[name]) / _token_s(found["serve"]),
+        )
     yield (
         "training, times as fast as FSDP2",
         _ANY,

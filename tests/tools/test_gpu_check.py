@@ -21,7 +21,7 @@ import gpu_programs
 import gpu_stages
 import pytest
 from gpu_check import check, install_wheels, table
-from gpu_machine import PORT, LeftOutError, Machine, Stage, last_json
+from gpu_machine import PORT, CommandError, LeftOutError, Machine, Stage, last_json
 from gpu_sizes import FULL, SMALL, Sizes
 from gpu_stages import STAGES, asked
 from helpers.kernels.interpreted import needs_triton
@@ -42,7 +42,7 @@ def _stage(name: str, program: str, limit_s: float = 60.0) -> Stage:
 
 
 def _raises(error: Exception) -> Any:
-    def run(machine: Machine) -> None:
+    def run(machine: Machine | None) -> None:
         raise error
 
     return run
@@ -57,7 +57,7 @@ def test_stages_after_a_failure_run_and_results_are_written_as_it_goes(tmp_path:
 
     stages = (
         _stage("fails", "print('half a result'); raise SystemExit('no memory')"),
-        _stage("hangs", "import time; print('begun', flush=True); time.sleep(60)", 1.0),
+        Stage("hangs", lambda machine: machine.run(("sh", "-c", "echo begun; sleep 60")), 1.0),
         _stage("says nothing", "print('done')"),
         _stage("measures and fails", 'print(\'{"cells": [1], "error": "too slow"}\'); raise SystemExit(1)'),
         Stage("a bug", _raises(KeyError("cells")), 60.0),
@@ -108,6 +108,14 @@ def test_a_running_commands_output_is_in_the_log_and_it_ends_with_the_check(tmp_
     while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_bench_that_took_too_long_gives_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is interrupted as by Ctrl-C, and writes its cells then."""
+    late = CommandError("took longer than its stage may", 'begun\n{"cells": [1], "error": "interrupted"}\n')
+    monkeypatch.setattr(Machine, "run", lambda *_, **__: _raises(late)(None))
+    found = check(Machine(tmp_path), (_stage("slow", ""),))["stages"]["slow"]
+    assert found["status"] == "failed" and found["figures"]["cells"] == [1] and "longer" in found["reason"]
 
 
 def test_standard_output_is_kept_apart_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -206,6 +214,8 @@ def test_what_is_asked_is_beside_what_was_measured() -> None:
         "int4": {"figures": {"cells": [{"tpot_s": {"p50": 0.002}}]}},
         "stream": {"figures": {"cells": [{"bytes_per_step": 95, "step_s": 1.0}], "copy_bytes_per_s": 100.0}},
         "transformers": {"figures": None},
+        "serve": {"figures": {"cells": [{"tpot_s": {"p50": 0.004}}]}},
+        "eager": {"figures": {"cells": [{"tpot_s": {"p50": 0.016}}]}},
         "packed products": {"figures": {"of_bfloat16": {"Q4_0": 0.3}}},
     }
     rows = {row["figure"]: (row["measured"], row["met"]) for row in asked(stages)}
@@ -216,6 +226,7 @@ def test_what_is_asked_is_beside_what_was_measured() -> None:
     assert rows["int4 decode, of bfloat16's time"] == (pytest.approx(0.4), True)
     assert rows["products with one row, Q4_0, of bfloat16's time"] == (0.3, True)
     assert rows["streamed step, share of pinned copies"] == (0.95, True)
+    assert rows["decode, times as fast by graphs"] == (4.0, None)
     assert rows["decode, times as fast as transformers"] == (None, None)
     assert "decode, share of the copy rate" in table({"asked": asked(stages), "stages": {}})
 
