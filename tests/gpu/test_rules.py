@@ -26,6 +26,33 @@ def test_what_waits_for_the_device_is_found(device: torch.device) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("what", ["number", "nonzero", "copy to the host", "pageable copy", "event", "stream"])
+def test_a_capture_refuses_what_waits(what: str, device: torch.device) -> None:
+    x, event = torch.ones(3, device=device), torch.cuda.Event()
+    torch.cuda.synchronize()
+
+    def wait() -> None:
+        x.add_(1)
+        event.record()
+        match what:
+            case "number":
+                x[0].item()
+            case "nonzero":
+                x.nonzero()
+            case "copy to the host":
+                x.cpu()
+            case "pageable copy":
+                x.copy_(torch.zeros(3))
+            case "event":
+                event.synchronize()
+            case _:
+                torch.cuda.current_stream().synchronize()
+
+    with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        wait()
+    assert (x + 1).tolist()[0] >= 2, "the device is lost"
+
+
 def test_replays_compute_with_the_numbers_of_their_time(device: torch.device) -> None:
     x = torch.ones(3, device=device)
     torch.cuda.synchronize()

@@ -213,6 +213,8 @@ def _check(packet: Any, args: Any, kwargs: dict[str, Any], own: list[CudaTensor]
         host = next(iter(on_host), None)
         to_host = packet is _aten._to_copy and bool(own) and kwargs.get("device", own[0].device).type != "cuda"
         blocks = not (kwargs.get("non_blocking") or (packet is _aten.copy_ and len(args) > 2 and args[2]))
+        if not args[0].numel():
+            return
         if host is not None and (blocks or not _is_pinned(host)):
             _wait(f"copy of {host.nbytes} B {'that blocks' if blocks else 'of pageable memory'}")
         elif to_host and blocks:
