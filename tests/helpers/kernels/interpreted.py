@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from harness import Ranks
+from helpers.kernels.program_order import permute_interpreted_programs
 
 from tightwire.comm.group.group import Group
 
@@ -62,13 +63,15 @@ def _stop_fork_server() -> None:
     forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
 
 
+_permuted = False
+
+
 def _call(group: Group, fn: Callable[..., Any], *args: Any) -> Any:
-    interpret()
-    return fn(group, *args)
-
-
-def interpret() -> None:
-    """From here on, in this process."""
+    global _permuted
     os.environ["TRITON_INTERPRET"] = "1"
     # The interpreter computes in NumPy, which warns of infinities that the kernels handle.
     warnings.filterwarnings("ignore", category=RuntimeWarning)
+    if not _permuted:
+        permute_interpreted_programs()
+        _permuted = True
+    return fn(group, *args)

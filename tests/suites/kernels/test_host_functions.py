@@ -1,21 +1,25 @@
 """What host functions launch, compiled ahead of time for four GPUs: it fits, spills next to nothing, and loads whole vectors.
 
-`make aot` compiles all cases; `make test` those of one rank of Llama 3 8B without codecs.
+`make aot` compiles all cases: every host function of kernels/cuda. `make test` compiles those of one rank of Llama 3 8B without codecs.
 """
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.kernels.compiled import SHARED_BYTES, Compiled, compiled
+from helpers.kernels.compiled import SHARED_BYTES, compiled
 from helpers.kernels.interpreted import needs_triton
 
 from tightwire.comm.codec.codec import parse_codec
-from tightwire.kernels.spec.attention import AttentionForm, PackedSequences
+from tightwire.comm.codec.codec_names import has_feedback
+from tightwire.kernels.spec.attention import AttentionForm, KeyBias, PackedSequences
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
-from tightwire.kernels.spec.layer_ops import NormForm
+from tightwire.kernels.spec.int8_heads import cache_width
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
+from tightwire.kernels.spec.lora import AdapterSite
 from tightwire.kernels.spec.packed import PackedMatrix
 
 pytestmark = needs_triton
@@ -25,15 +29,21 @@ BF16 = torch.bfloat16
 Run = Callable[[], object]
 
 
-def _attention(num_heads: int, num_kv_heads: int, head_dim: int, num_decode: int, num_prompt: int) -> Run:
+def _attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_decode: int, num_prompt: int, *, stored: torch.dtype = BF16
+) -> Run:
     from tightwire.kernels.cuda.attention import paged_attention
 
-    cache = torch.empty(64, num_kv_heads, 16, head_dim, dtype=BF16)
+    cache = torch.empty(64, num_kv_heads, 16, cache_width(head_dim, stored), dtype=stored)
     q = torch.empty(num_decode + num_prompt, num_heads, head_dim, dtype=BF16)
     starts = [*range(num_decode + 1), *([len(q)] if num_prompt else [])]
     sizes = torch.ones(len(starts) - 1, dtype=torch.int32), torch.zeros(len(starts) - 1, 512, dtype=torch.int32)
     sequences = PackedSequences(torch.tensor(starts, dtype=torch.int32), *sizes, num_decode)
-    return lambda: paged_attention(q, cache, cache.clone(), sequences, AttentionForm(0.1))
+    form = AttentionForm(0.1)
+    if stored == torch.int8:  # a model with a bias of keys, which its cache lacks, and a cap
+        cos, sin = torch.empty(2, 256, head_dim // 2)
+        form = AttentionForm(0.1, cap=50.0, key_bias=KeyBias(torch.empty(num_kv_heads, head_dim), cos, sin))
+    return lambda: paged_attention(q, cache, cache.clone(), sequences, form)
 
 
 def _layer(num_tokens: int) -> Run:
@@ -48,17 +58,63 @@ def _layer(num_tokens: int) -> Run:
     )
 
 
+def _rotate(stored: torch.dtype, normed: bool) -> Run:
+    from tightwire.kernels.cuda import layer_ops
+
+    qkv, (cos, sin), weight = torch.empty(3, 48, 128, dtype=BF16), torch.empty(2, 3, 64), torch.empty(128, dtype=BF16)
+    cache, slots = torch.empty(64, 8, 16, cache_width(128, stored), dtype=stored), torch.zeros(3, dtype=torch.int64)
+    norms = HeadNorms(weight, weight.clone(), NormForm(1e-5)) if normed else None
+    return lambda: layer_ops.rotate_and_cache(qkv, cos, sin, cache, cache.clone(), slots, norms)
+
+
+def _gelu() -> Run:
+    from tightwire.kernels.cuda import layer_ops
+
+    x, weight, gate_up = (
+        torch.empty(1, 2304, dtype=BF16),
+        torch.empty(2304, dtype=BF16),
+        torch.empty(1, 18432, dtype=BF16),
+    )
+    return lambda: (
+        layer_ops.swiglu(gate_up, gelu=True),
+        layer_ops.add_rms_norm(x, x.clone(), weight, NormForm(1e-6, 1.0), x_weight_D=weight),
+    )
+
+
+def _adapters() -> Run:
+    from tightwire.kernels.cuda import lora
+
+    x, out = torch.empty(7, 4096, dtype=BF16), torch.empty(7, 6144, dtype=BF16)
+    site = AdapterSite.empty(4096, (4096, 5120, 6144), 2, room=(2, 16), like=x)
+    return lambda: lora.add_adapters(out, x, site, 1, torch.zeros(7, dtype=torch.int32))
+
+
 def _codec(name: str) -> Run:
     from tightwire.kernels.cuda import block_quant
 
-    fmt, x = parse_codec(name).format, torch.empty(1 << 18, dtype=BF16)
+    fmt, x = parse_codec(name, feedback=True).format, torch.empty(1 << 18, dtype=BF16)
     assert fmt is not None
     encoded = torch.empty(fmt.encoded_bytes(len(x)), dtype=torch.uint8)
+    carried = x.clone() if has_feedback(name) else None
     return lambda: (
-        block_quant.encode(x, fmt),
+        block_quant.encode(x, fmt, carried_M=carried),
         block_quant.decode(encoded, fmt, len(x), BF16),
-        block_quant.decode_reduce_encode([encoded] * 2, fmt, fmt, len(x)),
+        block_quant.decode_add(encoded, fmt, x.float()),
+        block_quant.decode_reduce_encode([encoded] * 2, fmt, fmt, len(x), carried_M=carried),
     )
+
+
+def _sum(name: str = "", out_name: str = "") -> Run:
+    from tightwire.kernels.cuda import all_reduce
+
+    x, failure = torch.empty(1 << 18, dtype=BF16), torch.zeros(1, dtype=torch.int32)
+    peers = all_reduce.PeerBuffers(torch.zeros(2, dtype=torch.int64), 0, 16 << 20, 32, failure, None)
+    if not name:
+        return lambda: all_reduce.one_shot(x, x.clone(), peers, 100)
+    part = all_reduce.Part(slice_elems=1 << 17, start=0, num_elems=1 << 17)
+    fmt, out_fmt = (parse_codec(each, feedback=True).format for each in (name, out_name))
+    lost, sums_lost = (x.clone() if has_feedback(each) else None for each in (name, out_name))
+    return lambda: all_reduce.two_shot(x, x.clone(), peers, part, fmt, out_fmt, 100, (lost, sums_lost))
 
 
 def _packed(name: str, dtype: torch.dtype = BF16) -> Run:
@@ -74,6 +130,7 @@ CASES: dict[str, Callable[[], Run]] = {
     "decode": lambda: _attention(32, 8, 128, 1, 0),
     "mixed": lambda: _attention(32, 8, 128, 7, 300),
     "layer": lambda: _layer(1),
+    "rotation": lambda: _rotate(BF16, normed=False),
     "packed": lambda: _packed("Q4_0"),
     "packed float32": lambda: _packed("Q4_K", torch.float32),
 }
@@ -82,11 +139,21 @@ MORE: dict[str, Callable[[], Run]] = {
         f"attention {sizes}": lambda sizes=sizes: _attention(*sizes, 7, 300)
         for sizes in ((64, 8, 128), (32, 8, 64), (8, 1, 256))
     },
+    **{f"attention int8 {dim}": lambda dim=dim: _attention(32, 8, dim, 7, 300, stored=torch.int8) for dim in (64, 128)},
     **{f"packed {name}": lambda name=name: _packed(name) for name in PACKED_FORMATS if name != "Q4_0"},
+    "rotation normed": lambda: _rotate(BF16, normed=True),
+    "rotation int8": lambda: _rotate(torch.int8, normed=False),
+    "gelu": _gelu,
+    "adapters": _adapters,
     **{
         f"{name}{option}": lambda name=f"{name}{option}": _codec(name)
         for name in ("int8", "int6", "int5", "int4", "int3", "int2")
         for option in ("", "-g64-sym-had")
+    },
+    **{name: lambda name=name: _codec(name) for name in ("fp8", "int8-g64-sym-had-ef")},
+    **{
+        f"sum {' '.join(names)}": lambda names=names: _sum(*names)
+        for names in ((), ("none", "none"), ("int8", "int8"), ("int4-g64-sym-had-ef", "int8-g64-had-ef"))
     },
 }
 
@@ -104,12 +171,29 @@ def test_a_launch(case: str, capability: int, tmp_path: Path, monkeypatch: pytes
     for kernel in found:
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel.name
         assert kernel.spilled_bytes <= MOST_SPILLED_BYTES, kernel.name
-        if kernel.name != "_decode_reduce_encode":  # planes of codes are read in smaller pieces
-            assert _loads_vectors(kernel), kernel.name
-        if kernel.name in ("_attend_tile", "_attend_chunks"):
+        assert _widest_load(kernel.ptx) >= _least(kernel.name, case), kernel.name
+        if kernel.name in ("_attend_tile", "_attend_chunks", "_shrink", "_expand"):
             assert "mma" in kernel.ptx, kernel.name
 
 
-def _loads_vectors(kernel: Compiled) -> bool:
-    """Whether 16 bytes are loaded at once. Keys and values of attention are copied to shared memory in such pieces."""
-    return "cp.async.cg" in kernel.ptx or ".v4" in kernel.ptx
+def _least(kernel: str, case: str) -> int:
+    """Bytes that some load takes at once: those of a thread's codes where all planes of a format are narrower than 16."""
+    of_planes = kernel in ("_decode", "_decode_reduce_encode") and case.startswith(("int6", "int5", "int3", "int2"))
+    return 8 if of_planes else 16
+
+
+def _widest_load(ptx: str) -> int:
+    """Bytes that a thread loads from memory at once, to registers or to shared memory, in the widest of all loads."""
+    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[busf](\d+)\b", ptx)
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+|\d+),", ptx)
+    return max([0, *(int(count or 1) * int(bits) // 8 for count, bits in loads), *(int(size, 0) for size in copies)])
+
+
+def test_loads_are_told_from_stores() -> None:
+    stores = "st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r2, %r3, %r4 };\n"
+    assert _widest_load(f"{stores}@%p1 ld.global.v2.b32 {{ %r1, %r2 }}, [ %rd1 + 0 ];") == 8
+    assert _widest_load(f"{stores}@%p1 ld.global.sys.acquire.b64 %rd1, [ %rd2 ];\nld.global.b8 %r1, [ %rd1 ];") == 8
+    assert _widest_load(f"{stores}cp.async.ca.shared.global [ %r2 + 0 ], [ %rd2 + 0 ], 0x4, %r3;") == 4
+    assert _widest_load(f"{stores}cp.async.cg.shared.global [ %r2 + 0 ], [ %rd2 + 0 ], 0x10, 0x10;") == 16
+    assert _widest_load(f"{stores}ld.global.L1::evict_last.v4.b32 {{ %r1, %r2, %r3, %r4 }}, [ %rd1 + 0 ];") == 16
+    assert _widest_load(stores) == 0
