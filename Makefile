@@ -7,7 +7,8 @@
 # make gpu-test  the tests that need CUDA devices
 # make gpu-check everything that a machine with a GPU can show, without a network: tests, answers, speeds, one JSON
 # make gpu-wheels fetches what such a machine's Python may lack, for make gpu-check
-# make aot       compiles kernels for the A100, RTX 3090, L40 and H100 through the functions that launch them; needs none
+# make aot       compiles kernels for the A100, RTX 3090, L40 and H100 through the functions that launch them; needs none of
+#                these. TRITON=3.6.0: with another version of Triton than the environment's
 # make bench     this server beside those of vLLM, llama.cpp and transformers (bench/lab/peers/install.sh)
 # make clean     removes the environment and everything that was built
 #
@@ -22,6 +23,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
 WORKERS ?= 5
+TRITON ?=
 PIP_FLAGS ?=
 
 bin := $(VENV)/bin
@@ -96,9 +98,14 @@ gpu-check:
 gpu-wheels:
 	PYTHONPATH=src $(PYTHON) tools/gpu_check.py --wheels
 
-# All cases of tests of which `make test` runs a few; about fifteen minutes of CPU.
-aot: $(installed_dev)
-	TIGHTWIRE_AOT=1 $(pytest) -n $(WORKERS) $(addprefix tests/suites/kernels/test_,host_functions.py compiles.py on_ptx.py) $(ARGS)
+# All cases of tests of which `make test` runs a few; about fifteen minutes of CPU. TRITON=3.6.0: with that version, beside ours.
+triton := $(if $(TRITON),build/triton-$(TRITON))
+$(triton): | $(installed_dev)
+	$(bin)/python -m pip install -q --disable-pip-version-check --no-deps --target $@.new triton==$(TRITON)
+	mv $@.new $@
+
+aot: $(installed_dev) | $(triton)
+	$(if $(TRITON),PYTHONPATH=$(abspath $(triton))$${PYTHONPATH:+:$$PYTHONPATH}) TIGHTWIRE_AOT=1 $(pytest) -n $(WORKERS) $(addprefix tests/suites/kernels/test_,host_functions.py compiles.py on_ptx.py) $(ARGS)
 
 # `tightwire serve` beside the servers of vLLM, llama.cpp and transformers that bench/lab/peers/install.sh installed.
 bench: $(installed)

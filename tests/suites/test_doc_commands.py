@@ -73,6 +73,17 @@ def _expand(words: list[str]) -> None:
     subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True, timeout=60)
 
 
+def test_workflows_call_targets_that_exist() -> None:
+    called = [
+        shlex.split(command.replace("${{ matrix.triton }}", "3.6.0"))
+        for path in sorted((ROOT / ".github/workflows").glob("*.yml"))
+        for command in re.findall(r"run: (make .*)", path.read_text())
+    ]
+    assert ["make", "aot", "TRITON=3.6.0"] in called
+    for words in called:
+        _expand(words)
+
+
 async def _post(words: list[str]) -> httpx.Response:
     url = next(word for word in words if "localhost" in word or "127.0.0.1" in word)
     body = {**json.loads(words[words.index("-d") + 1]), "model": "tiny"}
