@@ -98,14 +98,16 @@ gpu-check:
 gpu-wheels:
 	PYTHONPATH=src $(PYTHON) tools/gpu_check.py --wheels
 
-# All cases of tests of which `make test` runs a few; about fifteen minutes of CPU. TRITON=3.6.0: with that version, beside ours.
+# All cases of tests of which `make test` runs a few, also of servers on an emulated device; about fifteen minutes of CPU.
+# TRITON=3.6.0: with that version, beside ours.
+aot := gpu $(addprefix kernels/test_,host_functions.py compiles.py on_ptx.py)
 triton := $(if $(TRITON),build/triton-$(TRITON))
 $(triton): | $(installed_dev)
 	$(bin)/python -m pip install -q --disable-pip-version-check --no-deps --target $@.new triton==$(TRITON)
 	mv $@.new $@
 
 aot: $(installed_dev) | $(triton)
-	$(if $(TRITON),PYTHONPATH=$(abspath $(triton))$${PYTHONPATH:+:$$PYTHONPATH}) TIGHTWIRE_AOT=1 $(pytest) -n $(WORKERS) $(addprefix tests/suites/kernels/test_,host_functions.py compiles.py on_ptx.py) $(ARGS)
+	$(if $(TRITON),PYTHONPATH=$(abspath $(triton))$${PYTHONPATH:+:$$PYTHONPATH}) TIGHTWIRE_AOT=1 $(pytest) -n $(WORKERS) $(addprefix tests/suites/,$(aot)) $(ARGS)
 
 # `tightwire serve` beside the servers of vLLM, llama.cpp and transformers that bench/lab/peers/install.sh installed.
 bench: $(installed)

@@ -174,7 +174,9 @@ def _symmetric() -> Any:
 def _offer_symmetric(exchange: FactExchange, store: Store, device: torch.device, size: int) -> Tensor:
     # Torch keeps groups by name for a whole process; all ranks must use the same name.
     name = exchange.share("symmetric group", f"tightwire-peer-memory-{os.getpid()}-{id(exchange)}".encode())[0].decode()
-    _symmetric().set_group_info(name, exchange.rank, exchange.world_size, store)
+    # A store of its own: one that waits lets no other thread in, also when its rendezvous is given up.
+    own: Any = store
+    _symmetric().set_group_info(name, exchange.rank, exchange.world_size, own.clone())
     return _symmetric().empty_strided_p2p((size,), (1,), torch.uint8, device, name)
 
 

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
-from pathlib import Path
+from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 import torch
 from helpers.kernels.interpreted import InterpretedRanks, needs_triton
 from torch import Tensor
-from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.comm.all_reduce.make import make_all_reduce
 from tightwire.comm.all_reduce.names import split_name
@@ -185,38 +186,47 @@ def test_memory_of_another_gpu_is_opened_for_the_device_that_reads_it() -> None:
 
 
 @pytest.mark.parametrize("fault", ["no memory", "no handles", "no end"])
-def test_a_way_that_one_rank_cannot_go_is_left_by_all(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_way_that_one_rank_cannot_go_is_left_by_all(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They learn why at once or, where rank 1 stays in torch's rendezvous, before they give each other up."""
     from tightwire.comm.transport import peer_memory
 
-    never, device = threading.Event(), torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    mapped = SimpleNamespace(get_buffer=lambda *_: None)
-    symmetric = SimpleNamespace(rendezvous=lambda own: never.wait(60.0) if int(own) else mapped)
-    monkeypatch.setattr(peer_memory, "_symmetric", lambda: symmetric)
+    device, stores, of_thread = torch.device("cuda", 0), dict[int, Store](), threading.local()
+    first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def fail(of: str) -> None:
+        if of_thread.rank and fault == of:
+            raise RuntimeError(f"{of}\nand more")
+
+    class Symmetric:
+        def empty_strided_p2p(self, *_: object) -> Tensor:
+            fail("no memory")
+            return torch.full((1,), of_thread.rank)
+
+        def set_group_info(self, name: str, rank: int, world_size: int, store: Store) -> None:
+            stores[rank] = store
+
+        def rendezvous(self, own: Tensor) -> Any:
+            if fault == "no end" and int(own):
+                stores[1].get("what nobody writes")
+            return SimpleNamespace(get_buffer=lambda *_: None)
 
     def map_on(rank: int) -> object:
-        def fail(of: str) -> None:
-            if rank and fault == of:
-                raise RuntimeError(f"{of}\nand more")
-
-        def offer(size: int) -> Tensor:
-            fail("no memory")
-            return torch.full((1,), rank)
+        store = TCPStore("127.0.0.1", first.port, wait_for_workers=False, timeout=timedelta(seconds=10))
+        exchange = FactExchange(store, rank=rank, world_size=2, timeout_s=2.0)
+        of_thread.rank = rank
 
         def join(own: Tensor) -> Any:
             fail("no handles")
             return peer_memory._join_symmetric(exchange, device, own)
 
-        store = FileStore(os.fspath(tmp_path / "store"), 2)
-        exchange = FactExchange(store, rank=rank, world_size=2, timeout_s=2.0)
+        offer = partial(peer_memory._offer_symmetric, exchange, store, device)
         return peer_memory._map(peer_memory._Way("a way", offer, join), 16, exchange, device)
 
+    monkeypatch.setattr(peer_memory, "_symmetric", Symmetric)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(map_on, range(2)))
-    never.set()
+    first.set("what nobody writes", "")
     said = "torch's rendezvous did not end in 1 s" if fault == "no end" else fault
     assert found == [(None, f"rank 1: {said}")] * 2
 

@@ -198,9 +198,14 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return value  # a copy to the host
         return CudaTensor(value, index) if known is None else known
 
-    if _captured is not None:
-        _captured.append(functools.partial(_replay, func, host_args, host_kwargs, outputs))
+    also_replayed(functools.partial(_replay, func, host_args, host_kwargs, outputs))
     return tree_map(wrapped, outputs)
+
+
+def also_replayed(run: Callable[[], object]) -> None:
+    """Have the graph that is being captured, if one is, do ``run`` too."""
+    if _captured is not None:
+        _captured.append(run)
 
 
 def _product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -340,6 +345,10 @@ class _Runtime:
         return 0
 
 
+def _no_handles(tensor: Tensor) -> Any:
+    raise NotImplementedError("an emulated device has no memory for other processes")
+
+
 def _set_sync_debug_mode(mode: str) -> None:
     global _refuses_waits
     _refuses_waits = mode == "error"
@@ -413,6 +422,10 @@ def install() -> None:
     torch.Tensor.is_pinned = lambda self, device=None: _is_pinned(self)  # pyright: ignore
     torch.Tensor.record_stream = _record_stream  # pyright: ignore
     torch.cuda.nccl.version = lambda: (2, 29)
+    torch.multiprocessing.reductions.reduce_tensor = _no_handles
+    from helpers.emulated.nccl import ProcessGroupNccl
+
+    torch.distributed.ProcessGroupNCCL = ProcessGroupNccl
     torch.Generator = _Generator  # pyright: ignore
     make = torch.tensor
     torch.tensor = lambda data, *, device=None, **kwargs: make(data, **kwargs).to(device or "cpu")  # pyright: ignore
@@ -458,7 +471,6 @@ def _interpret() -> None:
                 interpreted(self, *tree_map(host_of, args), **tree_map(host_of, kwargs))
 
         run()
-        if _captured is not None:
-            _captured.append(run)
+        also_replayed(run)
 
     GridExecutor.__call__ = call
