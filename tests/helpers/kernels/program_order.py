@@ -18,9 +18,9 @@ def permute_interpreted_programs() -> None:
     set_dim, set_index = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
     order: list[int] = []
 
-    def set_grid_dim(x: int, y: int, z: int) -> None:
-        order[:] = order_of(x)
-        set_dim(x, y, z)
+    def set_grid_dim(nx: int, ny: int, nz: int) -> None:
+        order[:] = order_of(nx)
+        set_dim(nx, ny, nz)
 
     interpreter_builder.set_grid_dim = set_grid_dim
     interpreter_builder.set_grid_idx = lambda x, y, z: set_index(order[x], y, z)

@@ -172,15 +172,14 @@ def test_a_launch(case: str, capability: int, tmp_path: Path, monkeypatch: pytes
     for kernel in found:
         assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel.name
         assert kernel.spilled_bytes <= MORE_SPILLED_BYTES.get((kernel.name, case), MOST_SPILLED_BYTES), kernel.name
-        assert _widest_load(kernel.ptx) >= _least(kernel.name, case), kernel.name
+        assert _widest_load(kernel.ptx) >= _least(kernel.name), kernel.name
         if kernel.name in ("_attend_tile", "_attend_chunks", "_shrink"):
             assert "mma" in kernel.ptx, kernel.name
 
 
-def _least(kernel: str, case: str) -> int:
-    """Bytes that some load takes at once: those of a thread's codes where all planes of a format are narrower than 16."""
-    of_planes = kernel in ("_decode", "_decode_reduce_encode") and case.startswith(("int6", "int5", "int3", "int2"))
-    return 8 if of_planes else 16
+def _least(kernel: str) -> int:
+    """Bytes that some load takes at once. A thread's codes are 8 of each plane."""
+    return 8 if kernel in ("_decode", "_decode_reduce_encode") else 16
 
 
 def _widest_load(ptx: str) -> int:
