@@ -10,7 +10,7 @@ SHAPE_70B = "build/gpu-check/70b/config.json"  # the layers of a Llama of 70 bil
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Options of commands, by stage. ``tests``: pytest's -k by stage; without one all are run. Objects are for ``gpu_programs.py``."""
+    """Options of commands, by stage. ``tests``: pytest's -k by stage, None for no tests; without an entry all are run. Objects are for ``gpu_programs.py``."""
 
     model: str
     roofline: tuple[str, ...]
@@ -28,7 +28,7 @@ class Sizes:
     train: tuple[str, ...]
     fsdp2: dict[str, Any]
     comm: tuple[str, ...] = ()
-    tests: dict[str, str]
+    tests: dict[str, str | None]
 
 
 _CORES = os.cpu_count() or 1
@@ -94,6 +94,6 @@ SMALL = Sizes(
         "tests of kernels": "prompts_of_packed or quantized_on_the_device or test_packed_model",
         "tests of models": "model_drafts or own_ones[none]",
         "tests of the rest": "test_rules or has_the_losses or models_logits[1]",
-        "tests of peers": "simulated_by_one_process[2]",
+        "tests of peers": None,
     },
 )

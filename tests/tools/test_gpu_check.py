@@ -175,6 +175,10 @@ def test_every_command_of_a_stage_is_accepted(
     monkeypatch.setattr(gpu_stages, "SITE", tmp_path / "site")
     monkeypatch.setattr(gpu_stages.shutil, "which", lambda name: name)
     machine = _Recorder(tmp_path, sizes)
+    if sizes.tests.get(stage.name, "") is None:
+        with pytest.raises(LeftOutError):
+            stage.run(machine)
+        return
     stage.run(machine)
     assert machine.commands
     for _, *words in machine.commands:
