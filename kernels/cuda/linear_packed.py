@@ -26,7 +26,7 @@ from tightwire.kernels.spec.packed import PackedMatrix
 
 _ROWS = tl.constexpr(16)  # rows of a tile: the minimum of matrix units
 _OUTPUTS = tl.constexpr(32)
-_FEW_OUTPUTS = 8192  # their programs leave a large GPU idle, so each takes twice the warps
+_FEW_OUTPUTS = 8192  # a row's programs leave a large GPU idle, so each has twice the warps, with more rows too: a row's bits are its own
 _SHARED_BYTES = 96 << 10  # that a program takes at most: compute capability 8.6 has 99 KiB
 _UNPACKED = tl.constexpr(128)  # pieces of a program that unpacks
 

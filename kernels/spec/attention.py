@@ -41,9 +41,8 @@ class PackedSequences(NamedTuple):
     context_lens_B: Tensor  # int32, tokens in the cache, at least the sequence's queries
     block_table_BM: Tensor  # int32; entries past a sequence's last block are not read
     num_decode_rows: int = 0  # decode rows come first; no sequence has rows of both kinds
-    arrivals_TK: Tensor | None = (
-        None  # int32 zeros, for decode rows on a GPU, which leave zeros; None: a call makes some
-    )
+    # int32 zeros for the decode rows and KV heads, on a GPU, which leaves zeros. None: a call makes some.
+    arrivals_TK: Tensor | None = None
 
 
 class KeyBias(NamedTuple):

@@ -47,9 +47,7 @@ class BlockFormat:
     plane_bytes: tuple[int, ...] = _computed()  # S of each plane: its bytes in one group
     has_zeros: bool = _computed()
     max_code: int = _computed()  # the largest code (integer formats); the smallest is 0
-    num_levels: int = (
-        _computed()
-    )  # levels below zero, one less above; a code is its level plus this. 0 if not symmetric
+    num_levels: int = _computed()  # below zero, one less above; a code is its level plus this; 0 if not symmetric
     section_offsets: tuple[int, ...] = _computed()  # ``section_starts`` of one group; of G groups G times these
     group_bytes: int = _computed()  # g b / 8 for the codes of a group, and 4 for scale and zero (2 without zero)
 
