@@ -40,7 +40,7 @@ def _check(group: Group, names: Collection[str]) -> None:
             product = linear_packed(x, weight, bias)
             _assert_close(product, x, numbers, minima, bias)
             assert torch.equal(linear_packed(x, _by_plane(weight), bias), product), packed.name
-            if dtype == torch.bfloat16:  # a product of many outputs, whose programs have half the warps
+            if dtype == torch.bfloat16 and packed in (Q4_1, Q8_0):  # many outputs: programs have half the warps
                 products._FEW_OUTPUTS = 0
                 _assert_close(linear_packed(x, _by_plane(weight), bias), x, numbers, minima, bias)
                 products._FEW_OUTPUTS = few_outputs
