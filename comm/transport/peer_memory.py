@@ -175,7 +175,8 @@ def _offer_symmetric(exchange: FactExchange, store: Store, device: torch.device,
     # Torch keeps groups by name for a whole process; all ranks must use the same name.
     name = exchange.share("symmetric group", f"tightwire-peer-memory-{os.getpid()}-{id(exchange)}".encode())[0].decode()
     # A store of its own: one that waits lets no other thread in, also when its rendezvous is given up.
-    own: Any = store.clone() if hasattr(store, "clone") else store  # older versions of torch cannot
+    own: Any = store
+    own = own.clone() if hasattr(own, "clone") else own  # older versions of torch cannot
     _symmetric().set_group_info(name, exchange.rank, exchange.world_size, own)
     return _symmetric().empty_strided_p2p((size,), (1,), torch.uint8, device, name)
 

@@ -240,6 +240,18 @@ class Warp:
             bits &= (1 << length) - 1
         self._write(target, bits.astype(np.int32).view(np.uint32), mask)
 
+    def _bfi(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
+        target, *given = operands
+        if mods != ["b32"]:
+            raise PtxError(f"bfi.{'.'.join(mods)} is not here")
+        field, number, first, length = (
+            self._read(each, "b32").astype(np.uint64) & np.uint64(0xFFFFFFFF) for each in given
+        )
+        if (first + length > 32).any():
+            raise PtxError("bfi beyond bit 31 is not here")
+        place = (np.uint64(1) << length) - np.uint64(1) << first
+        self._write(target, field << first & place | number & ~place, mask)
+
     def _lop3(self, mods: list[str], operands: Sequence[str], mask: Bits) -> None:
         target, *given, table = operands
         inputs, bits = [self._read(each, "b32").astype(np.uint64) for each in given], np.zeros(LANES, np.uint64)
