@@ -4,8 +4,8 @@ Prefill rows and decode rows have separate kernels (``attention_prefill``, ``att
 the matrix units for prefill, chunks of keys fill the device for decode. The two kernels differ in a row's last bits,
 and the choice depends only on the kind of row, as in ``linear``.
 
-A row's bits depend on its own sequence alone: key tiles and chunks begin at position 0, chunks have a size that depends on
-the row's number of keys, a row of a matrix product not on the tile's other rows, and a tile of masked keys changes nothing.
+A row's bits depend on its own sequence alone: key tiles begin at position 0, chunks at a tile and with a size that depend on
+the row's keys, a row of a matrix product not on the tile's other rows, and a tile of masked keys changes nothing.
 The one exception: an inf or NaN among the values of a prompt's later tokens reaches earlier rows of their tile.
 """
 

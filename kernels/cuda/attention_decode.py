@@ -2,8 +2,8 @@
 
 A decode row reads all its keys and values for a few query heads, so memory bandwidth is the limit, and one program per
 row would leave most of the device idle. The number of programs that share a row's chunks is chosen to fill the device.
-The length of a row's chunks depends on its number of keys alone, and there are at most MAX_CHUNKS, so scratch and
-launches are the same for any longer context.
+The length of a row's chunks depends on the number of keys that it attends to, and there are at most MAX_CHUNKS, so
+scratch and launches are the same for any longer context.
 
 Each chunk is written to its own place in a scratch tensor. Then a program adds one to the count of its row and KV head,
 with release and acquire, after a barrier of its threads: so the last one sees what all have written. It merges the
@@ -157,17 +157,17 @@ def _attend_chunks(
     head_place = kv_head * shape.head_numbers
     bias_pair = load_bias(bias, kv_head, shape) if shape.turned > 0 else (0, 0)
     turning = bias_pair, cos, sin
-    grown = tl.minimum(tl.cdiv(num_keys, CHUNKS[0] * CHUNKS[2]), CHUNKS[1] // CHUNKS[0])
-    length = CHUNKS[0] * tl.maximum(tl.maximum(grown, tl.cdiv(num_keys, CHUNKS[0] * CHUNKS[3])), 1)
-    num_chunks = tl.maximum(tl.cdiv(num_keys, length), 1)
+    unseen = tl.where(window > 0, tl.maximum(num_keys - window, 0) // shape.keys * shape.keys, 0)  # whole tiles
+    num_seen = num_keys - unseen
+    grown = tl.minimum(tl.cdiv(num_seen, CHUNKS[0] * CHUNKS[2]), CHUNKS[1] // CHUNKS[0])
+    length = CHUNKS[0] * tl.maximum(tl.maximum(grown, tl.cdiv(num_seen, CHUNKS[0] * CHUNKS[3])), 1)
+    num_chunks = tl.maximum(tl.cdiv(num_seen, length), 1)
     first_place = place.to(tl.int64) * max_chunks * shape.heads
     out_row = raw(out) + row.to(tl.int64) * shape.heads * shape.head_dim
     for chunk in range(share, num_chunks, sharing):
         state = no_keys(shape)
-        begin = chunk * length
+        begin = unseen + chunk * length
         end = tl.minimum(begin + length, num_keys)
-        if window > 0:
-            begin = tl.maximum(begin, tl.maximum(num_keys - window, 0) // shape.keys * shape.keys)
         for first in range(begin, end, shape.keys):
             places = blocks, head_place, scale_log2, first, end, position_R, window
             state = attend_keys(q_RE, state, caches, places, turning, shape, q.dtype.element_ty, False)
