@@ -32,7 +32,7 @@ _QUICK: list[Any] = [
     ("block_quant", "_check_sizes", H100),
     ("attention", "_check_chunks", H100),
     ("attention", "_check_interleaved", H100),
-    ("linear_packed", "_check", H100, ["Q4_1", "Q6_K"]),
+    ("linear_packed", "_check", H100, ["Q4_K", "Q6_K"]),
 ]
 _MORE: list[Any] = [
     ("layer_ops", "_check_swiglu", H100),
