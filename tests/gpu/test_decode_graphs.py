@@ -6,15 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.model.one_rank import one_rank_runner
 from tiny import make_tiny
 from torch import Tensor
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.group.group import open_process_group
-from tightwire.comm.group.topology import Topology
-from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.layout import make_layout
-from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import make_plan
 
@@ -24,20 +19,8 @@ _BLOCK_SIZE, _MAX_BLOCKS = 16, 8
 
 
 def _runner(folder: Path, device: torch.device, graphs_up_to: int) -> ModelRunner:
-    checkpoint = open_checkpoint(str(folder))
-    return build_runner(
-        checkpoint.config,
-        checkpoint.reader(),
-        make_layout(checkpoint.config, 1),
-        RankGroups(open_process_group(Topology(0, 1), store=HashStore(), device=device)),
-        RunnerOptions(
-            dtype=torch.float32,
-            max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
-            num_blocks=16 * _MAX_BLOCKS,
-            block_size=_BLOCK_SIZE,
-            graphs_up_to=graphs_up_to,
-        ),
-    )
+    sizes = {"max_model_len": _BLOCK_SIZE * _MAX_BLOCKS, "num_blocks": 16 * _MAX_BLOCKS, "block_size": _BLOCK_SIZE}
+    return one_rank_runner(folder, device, **sizes, graphs_up_to=graphs_up_to)
 
 
 def _execute(runner: ModelRunner, tokens: Sequence[Sequence[int]], contexts: Sequence[int], num_decode: int) -> Tensor:

@@ -8,15 +8,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.model.device_work import DeviceWork
+from helpers.model.one_rank import one_rank_runner
 from tiny import make_tiny
 from torch import Tensor
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tightwire.comm.group.group import open_process_group
-from tightwire.comm.group.topology import Topology
-from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.layout import make_layout
-from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.choose import TokenChooser
 from tightwire.model.sampling.parameters import SamplingParams
@@ -30,21 +25,8 @@ _WIDTH, _VOCAB_SIZE = 2, 304
 
 
 def _runner(folder: Path, device: torch.device, num_rows: int, max_model_len: int, **options: Any) -> ModelRunner:
-    checkpoint = open_checkpoint(str(folder))
-    graphs: dict[str, Any] = {"graphs_up_to": 4} | options
-    return build_runner(
-        checkpoint.config,
-        checkpoint.reader(),
-        make_layout(checkpoint.config, 1),
-        RankGroups(open_process_group(Topology(0, 1), store=HashStore(), device=device)),
-        RunnerOptions(
-            dtype=torch.float32,
-            max_model_len=max_model_len,
-            num_blocks=num_rows * _WIDTH,
-            block_size=16,
-            **graphs,
-        ),
-    )
+    sizes = {"max_model_len": max_model_len, "num_blocks": num_rows * _WIDTH, "block_size": 16, "graphs_up_to": 4}
+    return one_rank_runner(folder, device, **sizes | options)
 
 
 def _plan(tokens: Sequence[int], length: int, rows: Sequence[int] | None = None) -> StepPlan:

@@ -6,18 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.model.one_rank import one_rank_runner
 from helpers.model.whole_logits import whole_logits
 from tiny import make_tiny
 from torch import Tensor
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tightwire.bench.stream.order import OrderCheck
-from tightwire.comm.group.group import open_process_group
-from tightwire.comm.group.topology import Topology
-from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import OffloadedCache
-from tightwire.model.layout import make_layout
-from tightwire.model.open import open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import StepPlan, make_plan
 
@@ -28,20 +23,8 @@ _NUM_BLOCKS = _NUM_SEQS * _MAX_BLOCKS
 
 
 def _runner(folder: Path, device: torch.device, buffer_blocks: int | None) -> ModelRunner:
-    checkpoint = open_checkpoint(str(folder))
-    return build_runner(
-        checkpoint.config,
-        checkpoint.reader(),
-        make_layout(checkpoint.config, 1),
-        RankGroups(open_process_group(Topology(0, 1), store=HashStore(), device=device)),
-        RunnerOptions(
-            dtype=torch.float32,
-            max_model_len=_BLOCK_SIZE * _MAX_BLOCKS,
-            num_blocks=_NUM_BLOCKS,
-            buffer_blocks=buffer_blocks,
-            block_size=_BLOCK_SIZE,
-        ),
-    )
+    sizes = {"max_model_len": _BLOCK_SIZE * _MAX_BLOCKS, "num_blocks": _NUM_BLOCKS, "block_size": _BLOCK_SIZE}
+    return one_rank_runner(folder, device, **sizes, buffer_blocks=buffer_blocks)
 
 
 def _plan(sequences: Sequence[int], contexts: Sequence[int], num_new: int, tables_BM: np.ndarray) -> StepPlan:
