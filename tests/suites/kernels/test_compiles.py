@@ -76,15 +76,29 @@ def test_encode_and_decode(name: str, capability: int) -> None:
     assert "ld.global.v4" in encoded and "st.global.v4" in decoded
 
 
-def _instructions(kernel: Any, path: Path) -> int:
-    """What a thread executes, without the division's rare path, which follows the program's end."""
+def _listing(kernel: Any, path: Path) -> list[tuple[int, str]]:
+    """The addresses of a kernel's instructions, and these."""
     import triton
 
     path.write_bytes(kernel.asm["cubin"])
     cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     listing = subprocess.run([cuobjdump, "-sass", path], capture_output=True, text=True, check=True).stdout
-    executed = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?(\w+)", listing, re.MULTILINE)
-    return len(executed) - executed[::-1].index("EXIT")
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@\S+ )?(.*?)\s*;", listing, re.MULTILINE)
+    return [(int(address, 16), instruction) for address, instruction in found]
+
+
+def _instructions(kernel: Any, path: Path) -> int:
+    """What a thread executes, without the division's rare path, which follows the program's end."""
+    names = [instruction.split()[0] for _, instruction in _listing(kernel, path)]
+    return len(names) - names[::-1].index("EXIT")
+
+
+def _longest_loop(kernel: Any, path: Path) -> int:
+    """The instructions between a branch back and its target."""
+    listing = _listing(kernel, path)
+    targets = [(address, re.fullmatch(r"BRA.* 0x([0-9a-f]+)", each)) for address, each in listing]
+    starts = [(int(target[1], 16), address) for address, target in targets if target]
+    return max(sum(start <= address <= end for address, _ in listing) for start, end in starts if start < end)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +388,27 @@ def _around_loop(ptx: str) -> tuple[str, str]:
     start = max(back, key=lambda start: back[start] - start)
     assert back[start] > start, "no loop"
     return ptx[:start], ptx[start : back[start]]
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *[("Q4_1", 7.2), ("Q4_K", 6.8)],
+        *([("Q4_0", 5.9), ("Q8_0", 8.0), ("Q2_K", 8.3), ("Q3_K", 7.1), ("Q5_K", 10.8), ("Q6_K", 6.9)] if _AOT else ()),
+    ],
+)
+def test_packed_products_take_few_instructions(name: str, most: float, tmp_path: Path) -> None:
+    """In the loop, for each of a thread's numbers of the weights."""
+    from tightwire.kernels.cuda.linear_packed import _OUTPUTS, _packed_product, launch_options
+    from tightwire.kernels.cuda.packed_blocks import layout_of
+    from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
+
+    layout = layout_of(PACKED_FORMATS[name], by_plane=True)
+    types = {"blocks": "*u8", "halves": "*fp16", "row_bytes": "i32"} | dict.fromkeys(("x", "out"), "*bf16")
+    options = launch_options(layout, torch.bfloat16)
+    product = _compiled(_packed_product, H100, types, {"LAYOUT": layout, "bias": None}, **options)
+    numbers = _OUTPUTS.value * layout.piece_elems / 32
+    assert _longest_loop(product, tmp_path / "kernel") <= most * numbers
 
 
 @pytest.mark.parametrize(("number", "capability"), [("bf16", H100), *([("fp32", A100), ("fp16", L40)] if _AOT else ())])
