@@ -14,7 +14,7 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 
 from tightwire.bench.hosts import read_sent
 from tightwire.bench.train.options import TrainOptions
-from tightwire.comm.group.group import Group, make_loop_threads_batch
+from tightwire.comm.group.group import Group, batch_loop_threads
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.emulated_network import WIRE
 from tightwire.comm.protocols import Transport
@@ -90,8 +90,8 @@ def open_torch(folder: str, world: Group) -> Iterator[None]:
     """Open torch.distributed's default group of all ranks, with gloo over the same link."""
     os.environ["GLOO_SOCKET_IFNAME"] = _interface() or "lo"
     store = FileStore(f"{folder}/torch", world.world_size)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
-    make_loop_threads_batch()  # as our own transports do
+    with batch_loop_threads():  # as our own transports do
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
     try:
         yield
     finally:

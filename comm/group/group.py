@@ -216,9 +216,9 @@ def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1  # one collective at a time
-    options._devices = [gloo.create_device(**address, lazy_init=lazy)]
+    with batch_loop_threads():
+        options._devices = [gloo.create_device(**address, lazy_init=lazy)]
     group = gloo(store, topology.rank, topology.world_size, options)
-    make_loop_threads_batch()  # after connecting: a thread sets its name only when it first runs
     return group
 
 
@@ -265,22 +265,25 @@ def _root(store: Store) -> Store:
     return store
 
 
-_LOOP = "gloo_tcp_loop"
 _TASKS = Path("/proc/self/task")
 
 
-def make_loop_threads_batch() -> None:
-    """Make gloo's socket threads batch tasks, which do not preempt the thread that sends (docs/comm.md, "gloo").
+@contextmanager
+def batch_loop_threads() -> Iterator[None]:
+    """Make socket threads that gloo starts meanwhile batch tasks, which do not preempt the thread that sends (docs/comm.md, "gloo").
 
     Gloo's loop thread spins while the sending thread holds a connection's lock. If both share a core, it preempts the
     lock holder until the next timer tick: 4 ms at 250 Hz, for messages that take 0.15 to 0.3 ms with batch threads.
-    Changes all threads that gloo has started in this process; does nothing on kernels without batch tasks.
+    Does nothing on kernels without batch tasks.
     """
-    if not hasattr(os, "SCHED_BATCH") or not _TASKS.is_dir():
-        return
-    for task in _TASKS.iterdir():
+    is_possible = hasattr(os, "SCHED_BATCH") and _TASKS.is_dir()
+    before = set(os.listdir(_TASKS)) if is_possible else set[str]()
+    yield
+    for task in set(os.listdir(_TASKS)) - before if is_possible else ():
         with contextlib.suppress(OSError):  # the thread has ended, or a sandbox forbids the call: messages are slower
-            number = int(task.name)
+            is_torchs = (
+                (_TASKS / task / "comm").read_text().startswith("pt_")
+            )  # torch 2.11 gives gloo's threads no name
             # Keep an explicit lower priority, such as that of `chrt --idle`.
-            if (task / "comm").read_text().strip() == _LOOP and os.sched_getscheduler(number) == os.SCHED_OTHER:
-                os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))
+            if not is_torchs and os.sched_getscheduler(int(task)) == os.SCHED_OTHER:
+                os.sched_setscheduler(int(task), os.SCHED_BATCH, os.sched_param(0))
