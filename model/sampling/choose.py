@@ -10,6 +10,7 @@ one draw. Each filter applies to the result of the previous one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -136,8 +137,9 @@ class TokenChooser:
         return drawn_R
 
     def _group(self, rows: SampleRows, index: np.ndarray, logits_RV: Tensor, table_RC: Tensor) -> "_Group":
-        top_k, has_top_p = int(rows.column(Column.TOP_K)[index].max()), (rows.column(Column.TOP_P)[index] < 1).any()
-        return _Group(logits_RV, _take(table_RC, index), top_k, bool(has_top_p))
+        top_k_R, top_p_R, min_p_R = (rows.column(each)[index] for each in (Column.TOP_K, Column.TOP_P, Column.MIN_P))
+        found = int(top_k_R.max()), bool((top_p_R < 1).any()), bool((min_p_R > 0).any())
+        return _Group(logits_RV, _take(table_RC, index), *found, self._ids)
 
     def _local_keys(self, kind: Kind, group: "_Group") -> Tensor:
         """Return (R, C) keys of this rank's columns that the other ranks need; C depends on the rows alone."""
@@ -151,7 +153,7 @@ class TokenChooser:
         for (part,) in group.parts():
             scores_RV = part.scores(part.logits_RV, self._steps_V)
             if kind is Kind.FRONT:
-                keys_RV, order_RV = self._sorted_keys(part)
+                keys_RV, order_RV = part.sorted_keys
                 found.append(front_of_sorted(keys_RV, scores_RV.gather(1, order_RV)))
             else:
                 place_R1 = scores_RV.argmax(1, keepdim=True)
@@ -160,8 +162,10 @@ class TokenChooser:
 
     def _winners(self, kind: Kind, group: "_Group", keys_RC: Tensor, gather: Gather) -> Tensor:
         """Return the keys of the rows' tokens, from the keys of all ranks."""
-        if kind is Kind.GREEDY:
+        if kind is Kind.GREEDY or keys_RC.shape[1] == 1:
             return keys_RC.amax(1)
+        if kind is Kind.FRONT and self._alone and not group.has_min_p:
+            return self._cut(group, keys_RC, logits_and_ids(keys_RC.amax(1, keepdim=True))[0], gather)
         keys_RC = keys_RC.sort(1, descending=True).values
         logits_RC, ids_RC = logits_and_ids(keys_RC)
         scores_RC = group.scores(logits_RC, steps_of(ids_RC))
@@ -176,30 +180,29 @@ class TokenChooser:
                 scores_RC.masked_fill_(~kept_RC, -torch.inf)
             else:
                 scores_RC.masked_fill_(shares_RC == 0.0, -torch.inf)
-                front_RC = front_of_sorted(keys_RC, scores_RC)
-                if not group.has_top_p:
-                    return front_RC[:, 0]
-                masses_RC = torch.cat([self._masses(*part) for part in group.parts(front_RC, logits_RC[:, :1])])
-                masses_RC = torch.stack(list(gather(masses_RC))).sum(0)
-                dropped_RC = ~group.keeps(masses_RC[:, :-1], masses_RC[:, -1:])
-                place_R1 = dropped_RC.long().cumprod(1).sum(1, keepdim=True)
-                return front_RC.gather(1, place_R1.clamp_(max=FRONT - 1))[:, 0]
+                return self._cut(group, front_of_sorted(keys_RC, scores_RC), logits_RC[:, :1], gather)
         return keys_RC.gather(1, scores_RC.argmax(1, keepdim=True))[:, 0]
+
+    def _cut(self, group: "_Group", front_RC: Tensor, best_R1: Tensor, gather: Gather) -> Tensor:
+        """Return the key of each front's first token that top_p keeps."""
+        if not group.has_top_p:
+            return front_RC[:, 0]
+        masses_RC = torch.cat([self._masses(*part) for part in group.parts(front_RC, best_R1)])
+        masses_RC = torch.stack(list(gather(masses_RC))).sum(0)
+        dropped_RC = ~group.keeps(masses_RC[:, :-1], masses_RC[:, -1:])
+        place_R1 = dropped_RC.long().cumprod(1).sum(1, keepdim=True)
+        return front_RC.gather(1, place_R1.clamp_(max=FRONT - 1))[:, 0]
 
     def _masses(self, group: "_Group", front_RC: Tensor, best_R1: Tensor) -> Tensor:
         """Return (R, FRONT + 1) int64: of this rank's columns, the mass of the tokens before each of the front, and of all."""
         weights_RV = group.shares(group.logits_RV, best_R1).mul_(WEIGHT).long()
-        keys_RV, order_RV = self._sorted_keys(group)
+        keys_RV, order_RV = group.sorted_keys
         up_to_RV = torch.nn.functional.pad(weights_RV.gather(1, order_RV).cumsum(1), (1, 0))
         before_RC = up_to_RV.gather(1, torch.searchsorted(-keys_RV, -front_RC))
         return torch.cat([before_RC, weights_RV.sum(1, keepdim=True)], 1)
 
-    def _sorted_keys(self, group: "_Group") -> tuple[Tensor, Tensor]:
-        ids_V = torch.arange(self._ids.start, self._ids.stop, device=self._device)
-        return keys_of(group.logits_RV, ids_V).sort(1, descending=True)
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Group:
     """Rows of logits of one kind, with their parameters."""
 
@@ -207,9 +210,17 @@ class _Group:
     table_RC: Tensor  # float64
     top_k: int  # the largest of the rows
     has_top_p: bool  # True if a row has a top_p below 1
+    has_min_p: bool  # True if a row has a min_p above 0
+    ids: range  # of the logits' columns
 
     def __getitem__(self, column: Column) -> Tensor:
         return self.table_RC[:, column, None]
+
+    @cached_property
+    def sorted_keys(self) -> tuple[Tensor, Tensor]:
+        """Each row's keys, largest first, and their columns. A front and the masses before it need the same, so they stay until then."""
+        ids_V = torch.arange(self.ids.start, self.ids.stop, device=self.logits_RV.device)
+        return keys_of(self.logits_RV, ids_V).sort(1, descending=True)
 
     def scores(self, logits: Tensor, steps: Tensor) -> Tensor:
         noise_R1 = self.table_RC.view(torch.int64)[:, Column.NOISE, None]
@@ -226,7 +237,9 @@ class _Group:
         return before.double() < (self[Column.TOP_P] * total_R1.double()).clamp_(min=1.0)
 
     def parts(self, *others: Tensor) -> "list[tuple[Any, ...]]":
-        """Return the group in parts whose temporaries are not too large, each with its rows of ``others``."""
+        """Return the group in parts whose temporaries are not too large, each with its rows of ``others``; itself if it is small."""
+        if len(self.logits_RV) <= ROWS_AT_ONCE:
+            return [(self, *others)]
         split = zip(*(x.split(ROWS_AT_ONCE) for x in (self.logits_RV, self.table_RC, *others)), strict=True)
         return [(replace(self, logits_RV=logits, table_RC=table), *rest) for logits, table, *rest in split]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.choose import TokenChooser
 from tightwire.model.sampling.parameters import SamplingParams
-from tightwire.model.sampling.rows import SampleRows, sampled_row
+from tightwire.model.sampling.rows import Column, SampleRows, sampled_row
 from tightwire.model.step import StepPlan, deferred_token, make_plan
 from tightwire.server.engine.draft_runner import DraftRunner
 
@@ -113,3 +113,29 @@ def test_greedy_rows_are_chosen_as_on_a_cpu(device: torch.device) -> None:
         chooser = TokenChooser([range(_VOCAB_SIZE)], 0, place, lambda x, phase: [x])
         tokens.append(chooser.choose(logits_RV.to(place), rows).tolist())
     assert tokens[0] == tokens[1] and tokens[0][:5] == [7, 0, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("filters", "sorts", "operations"),
+    [
+        ({}, 0, 64),
+        ({"top_p": 0.5}, 1, 116),
+        ({"min_p": 0.1, "top_p": 0.9}, 2, 165),
+        ({"top_k": 20, "top_p": 0.8}, 1, 96),
+    ],
+)
+def test_drawn_tokens_are_those_of_a_cpu(
+    filters: dict[str, Any], sorts: int, operations: int, device: torch.device
+) -> None:
+    """A vocabulary is sorted once, for top_p or min_p; another sort is of the few keys that ranks tell each other."""
+    logits_RV = torch.randn(20, _VOCAB_SIZE, generator=torch.Generator().manual_seed(4)) * 3
+    row = sampled_row(SamplingParams(max_tokens=9, temperature=0.8, **filters), _VOCAB_SIZE)
+    table_RC = np.array([row] * len(logits_RV), np.float64)
+    table_RC.view(np.int64)[:, Column.NOISE] = np.random.default_rng(5).integers(-(2**63), 2**63 - 1, len(logits_RV))
+    rows, tokens = SampleRows(table_RC.tobytes()), list[list[int]]()
+    for place in (torch.device("cpu"), device):
+        chooser = TokenChooser([range(_VOCAB_SIZE)], 0, place, lambda x, phase: [x])
+        with DeviceWork(device) as work:
+            tokens.append(chooser.choose(logits_RV.to(place), rows).tolist())
+    assert tokens[0] == tokens[1]
+    assert work.operations["sort"] == sorts and work.operations.total() <= operations, work.operations

@@ -116,6 +116,11 @@ def host_of(value: Any) -> Any:
     return value.host if isinstance(value, CudaTensor) else value
 
 
+def _on_host(value: Any) -> Any:
+    """``host_of``; also of a device that torch's own code asked a tensor for, as ``torch.as_tensor`` does."""
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else host_of(value)
+
+
 def _index(device: Any = None) -> int:
     index = device if isinstance(device, int) else None if device is None else torch.device(device).index
     index = getattr(_here, "device", 0) if index is None else index
@@ -182,7 +187,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "device"}
     if to_host:
         kwargs["device"] = device
-    host_args, host_kwargs = tree_map(host_of, (args, kwargs))
+    host_args, host_kwargs = tree_map(_on_host, (args, kwargs))
     if func is _aten.mm.dtype:  # only CUDA has it
         func = _product
     outputs = func(*host_args, **host_kwargs)

@@ -44,4 +44,4 @@ def test_on_an_emulated_device() -> None:
         timeout=500,
     )
     assert run.returncode == 0, run.stdout[-8000:]
-    assert "46 passed" in run.stdout, run.stdout
+    assert "50 passed" in run.stdout, run.stdout
