@@ -201,6 +201,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         known = outers.get(id(value))
         if known is None and packet is _aten.copy_ and value is args[0]:
             return value  # a copy to the host
+        if value.is_meta:
+            raise AssertionError(f"{func} gave numbers of the meta device")
         return CudaTensor(value, index) if known is None else known
 
     also_replayed(functools.partial(_replay, func, host_args, host_kwargs, outputs))
