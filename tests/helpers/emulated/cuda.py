@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_map
 NAME, MEMORY_BYTES = "Emulated H100", 8 << 30
 num_devices = int(os.environ.get("EMULATED_CUDA_DEVICES", "1"))
 waits: Counter[str] = Counter()  # of the host for the device, by what was called and where
-_pinned: dict[int, int] = {}  # address -> bytes of pinned memory
+_pinned: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address
+_registered: dict[int, int] = {}  # address -> bytes of memory that was pinned where it lies
 _here = threading.local()  # device, stream
 _captured: list[Callable[[], object]] | None = None
 _refuses_waits = False
@@ -142,14 +143,14 @@ def _wait(what: str) -> None:
 
 def _is_pinned(host: Tensor) -> bool:
     at = host.data_ptr()
-    return any(start <= at < start + length for start, length in tuple(_pinned.items()))
+    sizes = [*_registered.items(), *((start, len(mapped)) for start, mapped in tuple(_pinned.items()))]
+    return any(start <= at < start + length for start, length in sizes)
 
 
 def _pinned_like(host: Tensor) -> Tensor:
     mapped = mmap.mmap(-1, max(1, host.nbytes))
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
-    _pinned[memory.data_ptr()] = len(mapped)
-    weakref.finalize(mapped, _pinned.pop, memory.data_ptr()).atexit = False
+    _pinned[memory.data_ptr()] = mapped
     return memory[: host.nbytes].view(host.dtype).view(host.shape)
 
 
@@ -344,11 +345,11 @@ class _Generator(torch.Generator):
 
 class _Runtime:
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        _pinned[address] = num_bytes
+        _registered[address] = num_bytes
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        del _pinned[address]
+        del _registered[address]
         return 0
 
 

@@ -1,5 +1,6 @@
 """A server's life with real processes: no fault leaves a hanging client, a running process or a file."""
 
+import contextlib
 import os
 import re
 import signal
@@ -51,7 +52,10 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
 
 def files_in_memory(pid: int) -> list[str]:
     """What a process holds open or mapped in shared memory or a temporary folder."""
-    links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    links = list[str]()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(fd))
     mapped = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [text for text in links + mapped if "/dev/shm/" in text]
 
