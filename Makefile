@@ -22,7 +22,7 @@ TP ?= 2
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
-WORKERS ?= 5
+WORKERS ?= 6
 TRITON ?=
 PIP_FLAGS ?=
 
@@ -37,7 +37,7 @@ pytest := PYTHONDONTWRITEBYTECODE= $(bin)/python -m pytest -q -rs
 # tests take longest, come first, and short ones last.
 alone := $(or $(ARGS),$(shell grep -rl 'mark\.alone' tests --include=test_*.py | sort -r))
 # What is well after all. pytest's 5: nothing was selected, where ARGS select. 1: tests failed; a deadline can be missed beside
-# four other tests, so those that failed run once more by themselves, and both reports are printed.
+# five other tests, so those that failed run once more by themselves, and both reports are printed.
 well_after_all := $(if $(ARGS),[ $$? -eq 5 ],{ [ $$? -eq 1 ] && $(pytest) --last-failed --last-failed-no-failures none; })
 
 .DEFAULT_GOAL := help
