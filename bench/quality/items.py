@@ -58,8 +58,7 @@ def _make_item(tokenizer: Tokenizer, number: int, source: str, text: str) -> Tas
     first = tokenizer.encode("")
     make = _choice if number // 3 % 3 == 2 else _cloze
     for _ in range(_TRIES_PER_ITEM):
-        item = make(tokenizer, chance, source, text, first)
-        if item is not None:
+        if (item := make(tokenizer, chance, source, text, first)) is not None:
             return item
     raise ValueError(f"no item of {ROW_TOKENS} tokens could be made from the text of {source}; leave --items out")
 

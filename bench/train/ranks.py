@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,8 +56,7 @@ def detachable(groups: TrainGroups, switch: Switch) -> TrainGroups:
     """``groups`` and their node groups, all controlled by ``switch``. An engine that closes leaves them open."""
 
     def wrapped(group: Group) -> Group:
-        nodes = group.nodes
-        if nodes is not None:
+        if (nodes := group.nodes) is not None:
             nodes = replace(nodes, inside=wrapped(nodes.inside), across=wrapped(nodes.across))
         return replace(group, transport=cast(Transport, DetachableTransport(group.transport, switch)), nodes=nodes)
 
@@ -92,6 +92,7 @@ def open_torch(folder: str, world: Group) -> Iterator[None]:
     store = FileStore(f"{folder}/torch", world.world_size)
     with batch_loop_threads():  # as our own transports do
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.world_size)
+        time.sleep(0.1)  # a thread takes its name when it first runs
     try:
         yield
     finally:

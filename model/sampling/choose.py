@@ -8,7 +8,7 @@ The order is that of vLLM: logit_bias; bans; repetition, frequency and presence 
 one draw. Each filter applies to the result of the previous one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -218,7 +218,7 @@ class _Group:
 
     @cached_property
     def sorted_keys(self) -> tuple[Tensor, Tensor]:
-        """Each row's keys, largest first, and their columns. A front and the masses before it need the same, so they stay until then."""
+        """Each row's keys, largest first, and their columns: kept, because a front and the masses before it need the same."""
         ids_V = torch.arange(self.ids.start, self.ids.stop, device=self.logits_RV.device)
         return keys_of(self.logits_RV, ids_V).sort(1, descending=True)
 
@@ -236,12 +236,12 @@ class _Group:
         """Return True where the tokens before one have not reached top_p: the smallest set with that mass is kept."""
         return before.double() < (self[Column.TOP_P] * total_R1.double()).clamp_(min=1.0)
 
-    def parts(self, *others: Tensor) -> "list[tuple[Any, ...]]":
-        """Return the group in parts whose temporaries are not too large, each with its rows of ``others``; itself if it is small."""
-        if len(self.logits_RV) <= ROWS_AT_ONCE:
-            return [(self, *others)]
+    def parts(self, *others: Tensor) -> "Iterator[tuple[Any, ...]]":
+        """Yield the group in parts whose temporaries are not too large, each with its rows of ``others``; itself if it is small."""
         split = zip(*(x.split(ROWS_AT_ONCE) for x in (self.logits_RV, self.table_RC, *others)), strict=True)
-        return [(replace(self, logits_RV=logits, table_RC=table), *rest) for logits, table, *rest in split]
+        for logits_RV, table_RC, *rest in split:
+            is_whole = len(logits_RV) == len(self.logits_RV)
+            yield (self if is_whole else replace(self, logits_RV=logits_RV, table_RC=table_RC), *rest)
 
 
 def _take(x: Tensor, rows: np.ndarray) -> Tensor:

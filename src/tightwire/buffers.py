@@ -41,18 +41,18 @@ def page_aligned(num_bytes: int, device: torch.device, *, pinned: bool = False) 
     """
     if pinned:
         mapped = mmap.mmap(-1, max(1, num_bytes))
-        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        memory = torch.frombuffer(view := memoryview(mapped), dtype=torch.uint8)
         address = memory.data_ptr()  # of all of it: an empty tensor's is 0
         torch.cuda.check_error(cast(Any, torch.cuda.cudart()).cudaHostRegister(address, len(mapped), 0))
-        weakref.finalize(mapped, _unpin, address, torch.cuda.current_device()).atexit = False
+        weakref.finalize(view, _unpin, mapped, address, torch.cuda.current_device()).atexit = False
         return memory[:num_bytes]
     room = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8, device=device)
     start = -room.data_ptr() % PAGE_BYTES
     return room[start : start + num_bytes]
 
 
-def _unpin(address: int, device: int) -> None:
-    """A finalizer runs in any thread, whose device may be another rank's."""
+def _unpin(_mapped: mmap.mmap, address: int, device: int) -> None:
+    """Unpin what stays mapped until then. A finalizer runs in any thread, whose device may be another rank's."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # queued copies still use the memory
         torch.cuda.check_error(cast(Any, torch.cuda.cudart()).cudaHostUnregister(address))

@@ -116,19 +116,20 @@ def test_greedy_rows_are_chosen_as_on_a_cpu(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("filters", "sorts", "operations"),
+    ("filters", "num_rows", "sorts", "operations"),
     [
-        ({}, 0, 64),
-        ({"top_p": 0.5}, 1, 116),
-        ({"min_p": 0.1, "top_p": 0.9}, 2, 165),
-        ({"top_k": 20, "top_p": 0.8}, 1, 96),
+        ({}, 20, 0, 64),
+        ({"top_p": 0.5}, 20, 1, 116),
+        ({"top_p": 0.5}, 70, 4, 210),
+        ({"min_p": 0.1, "top_p": 0.9}, 20, 2, 165),
+        ({"top_k": 20, "top_p": 0.8}, 20, 1, 96),
     ],
 )
 def test_drawn_tokens_are_those_of_a_cpu(
-    filters: dict[str, Any], sorts: int, operations: int, device: torch.device
+    filters: dict[str, Any], num_rows: int, sorts: int, operations: int, device: torch.device
 ) -> None:
-    """A vocabulary is sorted once, for top_p or min_p; another sort is of the few keys that ranks tell each other."""
-    logits_RV = torch.randn(20, _VOCAB_SIZE, generator=torch.Generator().manual_seed(4)) * 3
+    """Up to 64 rows are sorted once, for top_p or min_p; another sort is of the few keys that ranks tell each other."""
+    logits_RV = torch.randn(num_rows, _VOCAB_SIZE, generator=torch.Generator().manual_seed(4)) * 3
     row = sampled_row(SamplingParams(max_tokens=9, temperature=0.8, **filters), _VOCAB_SIZE)
     table_RC = np.array([row] * len(logits_RV), np.float64)
     table_RC.view(np.int64)[:, Column.NOISE] = np.random.default_rng(5).integers(-(2**63), 2**63 - 1, len(logits_RV))

@@ -1,5 +1,6 @@
 """Slots change hands in order: filled, used, released, filled anew; who breaks the order is told, and the trace shows it."""
 
+import ctypes
 import random
 import threading
 import time
@@ -214,6 +215,7 @@ def test_pinned_memory_has_the_size_that_was_asked_for(monkeypatch: pytest.Monke
             return 0
 
         def cudaHostUnregister(self, address: int) -> int:
+            assert ctypes.CDLL(None).msync(ctypes.c_void_p(address), 1, 1) == 0, "it was unmapped before"
             del pinned[address]
             used_on.append(here[-1])
             return 0

@@ -143,7 +143,8 @@ def _wait(what: str) -> None:
 
 def _is_pinned(host: Tensor) -> bool:
     at = host.data_ptr()
-    sizes = [*_registered.items(), *((start, len(mapped)) for start, mapped in tuple(_pinned.items()))]
+    found = [(ref.key, ref()) for ref in _pinned.valuerefs()]  # pyright: ignore[reportAttributeAccessIssue]
+    sizes = [*tuple(_registered.items()), *((start, len(mapped)) for start, mapped in found if mapped is not None)]
     return any(start <= at < start + length for start, length in sizes)
 
 
