@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,7 +135,7 @@ class LayerFetcher:
         self._threads = [self._thread("tightwire-weights", self.pool, self._stream, self._fetch)]
         self.read_pool: BufferPool | None = None  # buffers of stored layers; None: layers are read into ``pool``
         self._arrived: dict[int, Tensor] = {}  # layer -> bytes read from the store
-        self._copied: torch.Event | None = None  # the last copy of the store's own memory
+        self._copied: Any = None  # event of the last copy of the store's own memory
         self._decoded_from: Tensor | None = None
         if encoded and self._copies:
             self._decoded_from = torch.empty(stored_bytes, dtype=torch.uint8, device=device)
@@ -211,7 +211,7 @@ class LayerFetcher:
                 source = self._decoded_from[: stored.num_bytes].copy_(source, non_blocking=True)
             stored.decode(source, plain, buffer.memory)
         if self._stream is not None and self._copies:
-            copied: torch.Event | None = self._stream.record_event()
+            copied: Any = self._stream.record_event()
             if self.store.has_memory:  # never overwritten: the next copy is queued while this one runs
                 copied, self._copied = self._copied, copied
             if copied is not None:
