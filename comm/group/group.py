@@ -279,11 +279,10 @@ def batch_loop_threads() -> Iterator[None]:
     is_possible = hasattr(os, "SCHED_BATCH") and _TASKS.is_dir()
     before = set(os.listdir(_TASKS)) if is_possible else set[str]()
     yield
+    # What torch itself starts is named pt_...; with torch 2.11 gloo's threads have no name of their own.
     for task in set(os.listdir(_TASKS)) - before if is_possible else ():
         with contextlib.suppress(OSError):  # the thread has ended, or a sandbox forbids the call: messages are slower
-            is_torchs = (
-                (_TASKS / task / "comm").read_text().startswith("pt_")
-            )  # torch 2.11 gives gloo's threads no name
+            is_torchs = (_TASKS / task / "comm").read_text().startswith("pt_")
             # Keep an explicit lower priority, such as that of `chrt --idle`.
             if not is_torchs and os.sched_getscheduler(int(task)) == os.SCHED_OTHER:
                 os.sched_setscheduler(int(task), os.SCHED_BATCH, os.sched_param(0))

@@ -162,7 +162,7 @@ class TokenChooser:
 
     def _winners(self, kind: Kind, group: "_Group", keys_RC: Tensor, gather: Gather) -> Tensor:
         """Return the keys of the rows' tokens, from the keys of all ranks."""
-        if kind is Kind.GREEDY or keys_RC.shape[1] == 1:
+        if kind is Kind.GREEDY or keys_RC.shape[1] == 1:  # a plain row of one rank: its token is drawn
             return keys_RC.amax(1)
         if kind is Kind.FRONT and self._alone and not group.has_min_p:
             return self._cut(group, keys_RC, logits_and_ids(keys_RC.amax(1, keepdim=True))[0], gather)
