@@ -27,8 +27,6 @@ from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 
 # Not imported here: it imports torch, and the ranks must start before that.
 WORKER = (sys.executable, "-m", f"{__package__}.worker")
-# The store resolves the names of clients, and warns where there is no DNS.
-_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -145,8 +143,7 @@ class Ranks:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            env=_environment(len(self.numbers), "" if place is None else place.interface)
-            | (_QUIET if node or place else {}),
+            env=_environment(len(self.numbers), "" if place is None else place.interface),
             pass_fds=inherited,
             preexec_fn=partial(_begin, node),  # noqa: PLW1509 - a few system calls, and no other thread runs yet
         )
@@ -221,6 +218,8 @@ def _environment(num_local: int, interface: str) -> dict[str, str]:
     source = str(Path(tightwire.__file__).parent.parent)
     return {
         **dict.fromkeys(_THREAD_VARIABLES, threads),
+        # Of the store: the C++ stack when rank 0 has ended before a rank asks who failed, and clients' names without DNS.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "GOMP_SPINCOUNT": "40000",  # 2 ms, not 16, of threads without work, which keep ranks from cores that drafts used
         **os.environ,
         # Ranks run the parent's own code, even if it is not installed.

@@ -13,7 +13,8 @@ from tightwire.server.ranks.reporter import Reporter
 def tell(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     """Say what it was told and where it runs, then end."""
     threads, has_torch = os.environ["OMP_NUM_THREADS"], "torch" in sys.modules
-    for text in (work.location, threads, str(identity.store_fd is not None), "torch" if has_torch else "no torch yet"):
+    log_level, has_store = os.environ["TORCH_CPP_LOG_LEVEL"], str(identity.store_fd is not None)
+    for text in (work.location, threads, log_level, has_store, "torch" if has_torch else "no torch yet"):
         with reporter.stage(text):
             pass
 
