@@ -24,17 +24,7 @@ from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
 from tightwire.model.checkpoint.tensors import EMBEDDING, PartsReader, check_tensors, expected_tensors
 from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
-from tightwire.model.text.tokenizer import (
-    BOS,
-    BOS_ID,
-    CHAT_TEMPLATE,
-    END_OF_TURN_ID,
-    EOS,
-    EOS_ID,
-    Tokenizer,
-    byte_backend,
-    tokenizer_from_folder,
-)
+from tightwire.model.text.tokenizer import SPECIAL_IDS, Tokenizer, byte_backend, tokenizer_from_folder, with_template
 from tightwire.model.weights.formats import WeightFormats, choose_formats
 from tightwire.model.weights.prepared.folder import Prepared, open_prepared
 from tightwire.model.weights.prepared.manifest import MANIFEST
@@ -190,17 +180,11 @@ def _open_random(model: str, seed: int) -> Checkpoint:
     """Open random weights of a known shape, with a byte tokenizer whose special tokens replace the configuration's."""
     shape = model.removeprefix(RANDOM)
     location = model if shape in RANDOM_SHAPES else RANDOM + str(Path(shape).expanduser().absolute())
-    config = replace(random_config(shape), bos_token_id=BOS_ID, eos_token_ids=(EOS_ID, END_OF_TURN_ID))
+    config = replace(random_config(shape), **SPECIAL_IDS)
     return Checkpoint(
         name=model,
         location=location,
         config=config,
         reader=lambda: RandomReader(config, seed),
-        tokenizer=lambda: Tokenizer(
-            byte_backend(config.vocab_size),
-            chat_template=CHAT_TEMPLATE,
-            special_tokens={"bos_token": BOS, "eos_token": EOS},
-            bos_token_id=config.bos_token_id,
-            eos_token_ids=config.eos_token_ids,
-        ),
+        tokenizer=lambda: with_template(byte_backend(config.vocab_size)),
     )

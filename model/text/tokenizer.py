@@ -8,6 +8,7 @@ Only folders without a tokenizer.json need transformers, whose import takes two 
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -27,26 +28,17 @@ from tightwire.model.checkpoint.header import read_json
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
+@dataclass(eq=False, repr=False)
 class Tokenizer:
     """One model's tokenizer and chat template. Thread-safe."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        chat_template: str | None,
-        special_tokens: Mapping[str, str],
-        bos_token_id: int | None,
-        eos_token_ids: tuple[int, ...],
-        template_origin: str = "the model",
-    ) -> None:
-        """``special_tokens``: texts by their name in chat templates, such as ``{"bos_token": "<s>"}``."""
-        self.backend = backend  # the library's tokenizer
-        self.chat_template = chat_template  # its source; None: there is none
-        self.template_origin = template_origin  # the file or flag that gave it
-        self.special_tokens = dict(special_tokens)
-        self.bos_token_id = bos_token_id
-        self.eos_token_ids = eos_token_ids
+    backend: Backend  # the library's tokenizer
+    _: KW_ONLY
+    chat_template: str | None  # its source; None: there is none
+    template_origin: str = "the model"  # the file or flag that gave it
+    special_tokens: Mapping[str, str]  # texts by their name in chat templates, such as ``{"bos_token": "<s>"}``
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
 
     @cached_property
     def vocab_size(self) -> int:
@@ -254,7 +246,9 @@ def _raise_exception(message: str) -> None:
 
 
 BOS, EOS, START_OF_TURN, END_OF_TURN = "<|bos|>", "<|eos|>", "<|start|>", "<|end|>"
+SPECIAL = (BOS, EOS, START_OF_TURN, END_OF_TURN)
 BOS_ID, EOS_ID, START_OF_TURN_ID, END_OF_TURN_ID = 256, 257, 258, 259
+SPECIAL_IDS: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_ids": (EOS_ID, END_OF_TURN_ID)}
 MIN_VOCAB_SIZE = 260
 
 CHAT_TEMPLATE = (
@@ -268,13 +262,24 @@ def byte_backend(vocab_size: int) -> Backend:
     """Return a backend with exactly ``vocab_size`` tokens; ModelError: fewer than 260, the bytes and special tokens."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ModelError(f"a byte tokenizer needs a vocab_size of at least {MIN_VOCAB_SIZE}, got {vocab_size}")
-    special = (BOS, EOS, START_OF_TURN, END_OF_TURN)
-    texts = [*byte_characters(), *special, *(f"\u0120w{i}" for i in range(MIN_VOCAB_SIZE, vocab_size))]
+    texts = [*byte_characters(), *SPECIAL, *(f"\u0120w{i}" for i in range(MIN_VOCAB_SIZE, vocab_size))]
     backend = Backend(models.BPE(vocab={text: index for index, text in enumerate(texts)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     return backend
+
+
+def with_template(backend: Backend) -> Tokenizer:
+    """Add the byte tokenizer's chat template to a backend with the same special tokens, under any ids."""
+    bos_id, *end_ids = (backend.token_to_id(token) for token in (BOS, EOS, END_OF_TURN))
+    return Tokenizer(
+        backend,
+        chat_template=CHAT_TEMPLATE,
+        special_tokens={"bos_token": BOS, "eos_token": EOS},
+        bos_token_id=bos_id,
+        eos_token_ids=tuple(token for token in end_ids if token is not None),
+    )
 
 
 def byte_characters() -> list[str]:

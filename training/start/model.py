@@ -24,15 +24,15 @@ from tightwire.model.layout import keep_layers
 from tightwire.model.open import open_checkpoint
 from tightwire.model.text.tokenizer import (
     BOS,
-    CHAT_TEMPLATE,
     END_OF_TURN,
     EOS,
     MIN_VOCAB_SIZE,
-    START_OF_TURN,
+    SPECIAL,
     Tokenizer,
     byte_backend,
     byte_characters,
     tokenizer_from_folder,
+    with_template,
 )
 from tightwire.training.config.learning import LoraConfig
 from tightwire.training.config.tree import BPE, BYTES, PACKED, ModelConfig, ShapeConfig, TrainConfig
@@ -42,7 +42,6 @@ from tightwire.training.start.lora import add_lora, base_of, initial_matrix, is_
 HEAD_NAME, _LAYERS = "lm_head.weight", "model.layers."
 # Values of a new model's config.json that are not configurable.
 _FIXED: dict[str, Any] = {"model_type": "llama", "hidden_act": "silu", "dtype": "float32"}
-_SPECIAL = (BOS, EOS, START_OF_TURN, END_OF_TURN)
 _MOST_CHARACTERS = 1 << 26  # of text to train on; more text changes little and takes minutes
 
 
@@ -245,9 +244,9 @@ def train_bpe(vocab_size: int, keep_in: Path, texts: Callable[[], Iterable[str]]
     Ids 0..3 are the special tokens of the byte tokenizer, so its chat template works here too. Raises ValueError: the size is too
     small, or there is too little text for it.
     """
-    if vocab_size < len(_SPECIAL) + 256:
+    if vocab_size < len(SPECIAL) + 256:
         raise ValueError(
-            f"model.tokenizer: bpe:{vocab_size} is too small for bytes and special tokens; give bpe:{len(_SPECIAL) + 256} or more"
+            f"model.tokenizer: bpe:{vocab_size} is too small for bytes and special tokens; give bpe:{len(SPECIAL) + 256} or more"
         )
     if not (keep_in / "tokenizer.json").is_file():
         learned = _learn(vocab_size, texts())
@@ -258,8 +257,8 @@ def train_bpe(vocab_size: int, keep_in: Path, texts: Callable[[], Iterable[str]]
             )
         keep_in.mkdir(parents=True, exist_ok=True)
         with_template(learned).save(keep_in)
-    ids = [_SPECIAL.index(token) for token in (EOS, END_OF_TURN)]
-    return tokenizer_from_folder(keep_in, bos_token_id=_SPECIAL.index(BOS), eos_token_ids=tuple(ids))
+    ids = [SPECIAL.index(token) for token in (EOS, END_OF_TURN)]
+    return tokenizer_from_folder(keep_in, bos_token_id=SPECIAL.index(BOS), eos_token_ids=tuple(ids))
 
 
 def _learn(vocab_size: int, texts: Iterable[str]) -> Backend:
@@ -268,7 +267,7 @@ def _learn(vocab_size: int, texts: Iterable[str]) -> Backend:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in _SPECIAL],
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
         initial_alphabet=byte_characters(),
         show_progress=False,
     )
@@ -283,15 +282,3 @@ def _limit(texts: Iterable[str]) -> Iterator[str]:
         taken += len(text)
         if taken > _MOST_CHARACTERS:
             return
-
-
-def with_template(backend: Backend) -> Tokenizer:
-    """Add the byte tokenizer's chat template to a backend with the same special tokens, under any ids."""
-    bos_id, *end_ids = (backend.token_to_id(token) for token in (BOS, EOS, END_OF_TURN))
-    return Tokenizer(
-        backend,
-        chat_template=CHAT_TEMPLATE,
-        special_tokens={"bos_token": BOS, "eos_token": EOS},
-        bos_token_id=bos_id,
-        eos_token_ids=tuple(token for token in end_ids if token is not None),
-    )

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from tightwire.model.families import FAMILIES, family_named
 from tightwire.model.open import open_checkpoint
-from tightwire.model.text.tokenizer import MIN_VOCAB_SIZE, byte_backend
+from tightwire.model.text.tokenizer import MIN_VOCAB_SIZE, byte_backend, with_template
 from tightwire.post_training import make_engines
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.start.model import StartingModel, build_model, with_template
+from tightwire.training.start.model import StartingModel, build_model
 
 NAMES = [family.names.name for family in FAMILIES]
 _PROMPTS = [[5], [72, 101, 108, 108, 111]]

@@ -9,11 +9,10 @@ import torch
 from helpers.model.small_llama import small_llama
 from helpers.training.training_ranks import VOCABULARY
 
-from tightwire.model.text.tokenizer import END_OF_TURN_ID, byte_backend
+from tightwire.model.text.tokenizer import END_OF_TURN_ID, byte_backend, with_template
 from tightwire.training.data.chats import IGNORED, ChatEncoder, ChatPacker, PairPacker, Row
 from tightwire.training.data.documents import OWN_FILES, DataError, Documents
 from tightwire.training.data.sequences import stack
-from tightwire.training.start.model import with_template
 
 _TOKENIZER = with_template(byte_backend(260))
 _END = 257
