@@ -1,7 +1,6 @@
 """The paged KV cache of one rank, on the device or on the host: blocks of P tokens, addressed through block tables."""
 
 import queue
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.buffers import BufferPool, PoolBuffer, SharedUses, make_stream, page_aligned, queue_on
+from tightwire.buffers import BufferPool, PoolBuffer, SharedUses, make_stream, page_aligned
 from tightwire.kernels.row_runs import copy_runs
 from tightwire.kernels.spec.attention import KeyBias
 from tightwire.kernels.spec.int8_heads import cache_width, head_bytes
@@ -145,12 +144,11 @@ class OffloadedCache(CacheSource):
         self.pool = BufferPool(NUM_BUFFERS, buffer_blocks * block_bytes, device, saves=True, traced=True)
         self._blocks = [buffer.memory.view(stored).view(buffer_blocks, *block_shape) for buffer in self.pool.buffers]
         self._keys_and_values = [(blocks[:, 0], blocks[:, 1]) for blocks in self._blocks]
-        self._stream = make_stream(device)
         self._uses = SharedUses(self.pool, self._take)
         self._num_bytes, self._waited_s = 0, 0.0
         # Of each step: the runs of blocks that it fetches, and that it saves, in every layer (``runs_of``).
         self._steps: queue.SimpleQueue[tuple[Tensor, Tensor] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._move, name="tightwire-kv-cache", daemon=True)
+        self._thread = self.pool.thread("tightwire-kv-cache", self._move, make_stream(device))
         self._thread.start()
 
     def begin(self, step: StepArrays) -> StepArrays:
@@ -186,19 +184,15 @@ class OffloadedCache(CacheSource):
         return buffer
 
     def _move(self) -> None:
-        try:
-            with torch.inference_mode(), queue_on(self._stream):
-                for fetch, save in iter(self._steps.get, None):
-                    for layer in range(self._num_layers):
-                        if layer >= NUM_BUFFERS:
-                            self._save(layer - NUM_BUFFERS, save)
-                        buffer = self.pool.fill(layer)
-                        self._copy(self._blocks[buffer.number], self._host[layer], fetch)
-                        self.pool.filled(layer)
-                    for layer in range(max(0, self._num_layers - NUM_BUFFERS), self._num_layers):
-                        self._save(layer, save)
-        except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
-            self.pool.close(error)
+        for fetch, save in iter(self._steps.get, None):
+            for layer in range(self._num_layers):
+                if layer >= NUM_BUFFERS:
+                    self._save(layer - NUM_BUFFERS, save)
+                buffer = self.pool.fill(layer)
+                self._copy(self._blocks[buffer.number], self._host[layer], fetch)
+                self.pool.filled(layer)
+            for layer in range(max(0, self._num_layers - NUM_BUFFERS), self._num_layers):
+                self._save(layer, save)
 
     def _save(self, layer: int, runs_R3: Tensor) -> None:
         buffer = self.pool.save(layer)
@@ -236,11 +230,8 @@ def gather_blocks(step: StepArrays, block_size: int) -> tuple[StepArrays, StepBl
 
 def runs_of(sources_I: np.ndarray, targets_I: np.ndarray) -> np.ndarray:
     """Return (R, 3) int64 runs: first source, first target, count. Within a run both ascending inputs go up by one."""
-    if not len(sources_I):
-        return np.zeros((0, 3), np.int64)
-    breaks = np.flatnonzero((np.diff(sources_I) != 1) | (np.diff(targets_I) != 1)) + 1
-    starts = np.concatenate(([0], breaks))
-    counts = np.diff(np.concatenate((starts, [len(sources_I)])))
+    starts = np.flatnonzero((np.diff(sources_I, prepend=-2) != 1) | (np.diff(targets_I, prepend=-2) != 1))
+    counts = np.diff(starts, append=len(sources_I))
     return np.stack((sources_I[starts], targets_I[starts], counts), axis=1).astype(np.int64)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tightwire.buffers import BufferPool, PoolBuffer, SharedUses, make_stream, queue_on
+from tightwire.buffers import BufferPool, PoolBuffer, SharedUses, make_stream
 from tightwire.comm.protocols import Moved
 from tightwire.model.checkpoint.errors import WeightsError
 from tightwire.model.weights import NUM_BUFFERS
@@ -75,11 +75,6 @@ class StreamedWeights(WeightSource):
     def release(self, index: int) -> None:
         if index not in self._resident:
             self._uses.release(index)
-
-    @property
-    def pass_bytes(self) -> int:
-        """Stored bytes streamed in every pass."""
-        return sum(self.store.stored[layer].num_bytes for layer in self._order)
 
     def flow(self) -> Flow:
         fetcher = self.fetcher
@@ -177,15 +172,11 @@ class LayerFetcher:
         """Make a thread that calls ``fill`` for each layer of the order, cyclically, with a free buffer of ``pool``."""
 
         def run() -> None:
-            try:
-                with torch.inference_mode(), queue_on(stream):
-                    for layer in cycle(self._order):
-                        fill(layer, pool.fill(layer))
-                        pool.filled(layer)
-            except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a layer
-                pool.close(error)
+            for layer in cycle(self._order):
+                fill(layer, pool.fill(layer))
+                pool.filled(layer)
 
-        return threading.Thread(target=run, name=name, daemon=True)
+        return pool.thread(name, run, stream)
 
     def _fetch(self, layer: int, buffer: PoolBuffer) -> None:
         start_s = time.perf_counter()

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -61,11 +61,6 @@ def _unpin(_mapped: mmap.mmap, address: int, device: int) -> None:
 def make_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return a CUDA stream for a thread that fills buffers; None on a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def queue_on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Run GPU work of the ``with`` block concurrently with the computation."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class BufferEvent(NamedTuple):
@@ -209,6 +204,18 @@ class BufferPool:
         with self._changed:
             self._closed = self._closed or reason
             self._changed.notify_all()
+
+    def thread(self, name: str, work: Callable[[], object], stream: torch.cuda.Stream | None) -> threading.Thread:
+        """Make a thread that runs ``work``, on ``stream`` concurrently with the computation. Its error closes the pool."""
+
+        def run() -> None:
+            try:
+                with torch.inference_mode(), nullcontext() if stream is None else torch.cuda.stream(stream):
+                    work()
+            except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a piece
+                self.close(error)
+
+        return threading.Thread(target=run, name=name, daemon=True)
 
     def check_open(self) -> None:
         """Raise the error given to ``close``, if it was called."""
