@@ -39,9 +39,8 @@ class SampleRows(msgspec.Struct, frozen=True, array_like=True):
     """The R rows of a step, as sent to each rank of a replica."""
 
     table: bytes = b""  # (R, len(Column)) float64
-    # (N, 3) float32 pairs of row and token id, as int32, with what is added to the logit, or how often the output has the token.
-    bias: bytes = b""
-    counts: bytes = b""  # of tokens in prompt or output, of rows with penalties
+    bias: bytes = b""  # entries of ``_EDIT``: what is added to a logit
+    counts: bytes = b""  # how often the output has a token of prompt or output, of rows with penalties
 
     @property
     def table_RC(self) -> np.ndarray:
@@ -67,6 +66,7 @@ class SampleRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 NO_ROWS = SampleRows()
+_EDIT = np.dtype([("row", np.int32), ("id", np.int32), ("number", np.float32)])  # of a single logit
 _UNUSED = (0.0,) * (len(Column) - 3)
 
 
@@ -95,17 +95,14 @@ def greedy_rows(num_rows: int) -> SampleRows:
 
 def packed_edits(edits: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> bytes:
     """Return ``SampleRows.bias`` or ``counts`` of rows, their token ids, and a number for each."""
-    made = [np.empty((len(ids), 3), np.float32) for _, ids, _ in edits]
-    for each, (row, ids, values) in zip(made, edits, strict=True):
-        each[:, 0].view(np.int32)[:] = row
-        each[:, 1].view(np.int32)[:] = ids
-        each[:, 2] = values
+    made = [np.empty(len(ids), _EDIT) for _, ids, _ in edits]
+    for each, edit in zip(made, edits, strict=True):
+        each["row"], each["id"], each["number"] = edit
     return b"".join(each.tobytes() for each in made)
 
 
 def unpacked_edits(edits: bytes, ids: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the rows, token ids counted from ``ids.start``, and numbers, of the tokens among ``ids``."""
-    numbers = np.frombuffer(edits, np.float32).reshape(-1, 3)
-    places = numbers.view(np.int32)
-    own = (places[:, 1] >= ids.start) & (places[:, 1] < ids.stop)
-    return places[own, 0].astype(np.int64), places[own, 1].astype(np.int64) - ids.start, numbers[own, 2]
+    found = np.frombuffer(edits, _EDIT)
+    found = found[(found["id"] >= ids.start) & (found["id"] < ids.stop)]
+    return found["row"].astype(np.int64), found["id"].astype(np.int64) - ids.start, found["number"]
