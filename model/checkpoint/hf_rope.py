@@ -11,6 +11,12 @@ from tightwire.model.families import Family
 # Kinds of layers, and parts of ``rope_parameters`` where those with a window rotate otherwise.
 FULL, SLIDING = "full_attention", "sliding_attention"
 ORIGINAL = "original_max_position_embeddings"
+# Kinds whose files say what the original context was, and what else they say by the names of ``RopeScaling``.
+_WRITTEN = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "longrope": ("attention_factor",),
+}
 
 
 def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,30 +59,25 @@ def _scaling(kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_
         return RopeScaling()
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope scaling {kind!r} is not supported; supported: default, {', '.join(ROPE_KINDS[1:])}")
-    given: dict[str, Any] = {"kind": kind}
-    if kind in ("linear", "dynamic", "llama3"):
-        given["factor"] = float(rope["factor"])
+    if kind not in _WRITTEN:
+        return RopeScaling(kind=kind, factor=float(rope["factor"]))
+    original = int(rope.get(ORIGINAL) or config.get(ORIGINAL) or max_positions)
     if kind == "llama3":
-        given |= {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
-    if kind in ("llama3", "yarn", "longrope"):
-        given["original_max_positions"] = int(rope.get(ORIGINAL) or config.get(ORIGINAL) or max_positions)
-    if kind in ("yarn", "longrope"):
-        ratio = max_positions / given["original_max_positions"]
-        given["factor"] = float(rope.get("factor") or ratio)
-    factor = given.get("factor", 1.0)
+        bounds: dict[str, Any] = {name: float(rope[name]) for name in _WRITTEN[kind]}
+        return RopeScaling(kind=kind, factor=float(rope["factor"]), original_max_positions=original, **bounds)
+    factor = float(rope.get("factor") or max_positions / original)
+    given: dict[str, Any] = {"kind": kind, "factor": factor, "original_max_positions": original}
     if kind == "yarn":
         mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
         usual = yarn_attention(factor)
         if mscale and of_all:
             usual = yarn_attention(factor, mscale) / yarn_attention(factor, of_all)
-        given["attention_factor"] = float(rope.get("attention_factor") or usual)
         given |= {"beta_fast": float(rope.get("beta_fast") or 32), "beta_slow": float(rope.get("beta_slow") or 1)}
         given["truncate"] = bool(rope.get("truncate", True))
-    if kind == "longrope":
-        usual = longrope_attention(factor, given["original_max_positions"])
-        given["attention_factor"] = float(rope.get("attention_factor") or usual)
+    else:
+        usual = longrope_attention(factor, original)
         given |= {f"{name}s": tuple(map(float, rope[name])) for name in ("short_factor", "long_factor")}
-    return RopeScaling(**given)
+    return RopeScaling(**given, attention_factor=float(rope.get("attention_factor") or usual))
 
 
 def longrope_attention(factor: float, original_max_positions: int) -> float:
@@ -107,14 +108,9 @@ def _scaling_to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
     if scaling.kind == "none":
         return None
     rope: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind in ("llama3", "yarn", "longrope"):
+    if scaling.kind in _WRITTEN:
         rope[ORIGINAL] = scaling.original_max_positions
-    if scaling.kind == "llama3":
-        rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-    if scaling.kind in ("yarn", "longrope"):
-        rope["attention_factor"] = scaling.attention_factor
-    if scaling.kind == "yarn":
-        rope |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+        rope |= {name: getattr(scaling, name) for name in _WRITTEN[scaling.kind]}
     if scaling.kind == "longrope":
         rope |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
     return rope
