@@ -2,7 +2,7 @@
 
 import queue
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightwire.buffers import BufferPool, PoolBuffer, SharedUses, make_stream, page_aligned
+from tightwire.buffers import BufferPool, LayerSource, PoolBuffer, SharedUses, make_stream, page_aligned
 from tightwire.kernels.row_runs import copy_runs
 from tightwire.kernels.spec.attention import KeyBias
 from tightwire.kernels.spec.int8_heads import cache_width, head_bytes
@@ -23,12 +23,8 @@ from tightwire.model.rope import Angles
 from tightwire.model.step import StepArrays
 
 
-class CacheSource(ABC):
-    """Provides each layer's keys and values to the passes of every step.
-
-    Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes
-    of a step may hold the same layer.
-    """
+class CacheSource(LayerSource):
+    """Provides each layer's keys and values to the passes of every step."""
 
     groups: LayerGroups  # each has a block table
     num_blocks: int  # that the tables returned by ``begin`` can refer to
@@ -46,12 +42,6 @@ class CacheSource(ABC):
     @abstractmethod
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values, each (N, local_K, P, E), in int8 (N, local_K, P, E + 2); raises CacheError if they do not arrive in time."""
-
-    def release(self, index: int) -> None:
-        """End a pass's use of the layer."""
-
-    def close(self) -> None:
-        """Stop the threads that fetch layers, if there are any. May be called twice."""
 
 
 def layer_block_bytes(config: LlamaConfig, shard: Shard, block_size: int, kv_dtype: torch.dtype) -> int:
@@ -185,14 +175,13 @@ class OffloadedCache(CacheSource):
 
     def _move(self) -> None:
         for fetch, save in iter(self._steps.get, None):
-            for layer in range(self._num_layers):
+            for layer in range(self._num_layers + NUM_BUFFERS):
                 if layer >= NUM_BUFFERS:
                     self._save(layer - NUM_BUFFERS, save)
-                buffer = self.pool.fill(layer)
-                self._copy(self._blocks[buffer.number], self._host[layer], fetch)
-                self.pool.filled(layer)
-            for layer in range(max(0, self._num_layers - NUM_BUFFERS), self._num_layers):
-                self._save(layer, save)
+                if layer < self._num_layers:
+                    buffer = self.pool.fill(layer)
+                    self._copy(self._blocks[buffer.number], self._host[layer], fetch)
+                    self.pool.filled(layer)
 
     def _save(self, layer: int, runs_R3: Tensor) -> None:
         buffer = self.pool.save(layer)

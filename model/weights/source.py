@@ -1,12 +1,13 @@
 """The tensors of a layer, the protocol of resident, streamed and partitioned weights, and resident weights."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import Tensor
 
+from tightwire.buffers import LayerSource
 from tightwire.kernels.spec.packed import Matrix, Weight
 
 
@@ -56,12 +57,8 @@ class OuterWeights:
         return cls(**(absent | dict(tensors)))
 
 
-class WeightSource(ABC):
-    """Provides weights to repeated passes over the layers in order.
-
-    Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes
-    may hold the same layer.
-    """
+class WeightSource(LayerSource):
+    """Provides weights to repeated passes over the layers in order."""
 
     outer: OuterWeights
     spans: Sequence[range]  # the layers in order, in spans that can be on the device at the same time
@@ -69,12 +66,6 @@ class WeightSource(ABC):
     @abstractmethod
     def layer(self, index: int) -> LayerWeights:
         """Wait until the layer is on the device; raises WeightsError if it does not arrive in time."""
-
-    def release(self, index: int) -> None:
-        """End a pass's use of the layer."""
-
-    def close(self) -> None:
-        """Stop the threads that fetch layers, if there are any. May be called twice."""
 
 
 class ResidentWeights(WeightSource):

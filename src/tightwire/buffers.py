@@ -17,6 +17,7 @@ import mmap
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -61,6 +62,24 @@ def _unpin(_mapped: mmap.mmap, address: int, device: int) -> None:
 def make_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return a CUDA stream for a thread that fills buffers; None on a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+class LayerSource(ABC):
+    """Provides the layers of a model to passes, which go through them in order.
+
+    Each call of ``layer(i)`` needs one call of ``release(i)``; the result is valid until the last one. Several passes
+    may hold the same layer.
+    """
+
+    @abstractmethod
+    def layer(self, index: int) -> object:
+        """Wait until the layer is on the device, and return it."""
+
+    def release(self, index: int) -> None:
+        """End a pass's use of the layer."""
+
+    def close(self) -> None:
+        """Stop the threads that fetch layers, if there are any. May be called twice."""
 
 
 class BufferEvent(NamedTuple):
