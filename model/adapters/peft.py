@@ -23,7 +23,7 @@ from tightwire.model.checkpoint.tensors import StackedParts, stored_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
 # Fields that do not change how the adapter is applied, or that are read here. Any other field must be off.
 _HARMLESS = {
     *("auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "lora_dropout", "megatron_core"),
@@ -117,27 +117,22 @@ def _modules(
     stored = {name.removesuffix(".weight"): shape for name, shape in stored_tensors(config).items()}
     shapes = {name: shape for name, shape in stored.items() if ".layers." in name and len(shape) == 2}
     supported = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in shapes))
-    halves: dict[str, set[str]] = {}
+    modules: dict[str, tuple[int, float]] = {}
     for name in reader.names():
         match = _TENSOR.fullmatch(name)
         if match is None or match["module"] not in shapes:
             raise ModelError(
                 f"tensor {name} is not supported; supported: lora_A and lora_B of {supported}, in {config.num_layers} layers"
             )
-        halves.setdefault(match["module"], set()).add(match["half"])
-    if not halves:
+        modules[match["module"]] = _rank_and_scale(settings, match["module"])
+    if not modules:
         raise ModelError(f"{WEIGHTS_FILE} has no tensors")
-    modules: dict[str, tuple[int, float]] = {}
-    for module, found in halves.items():
-        if missing := {"A", "B"} - found:
-            raise ModelError(f"tensor {_PREFIX}{module}.lora_{missing.pop()}.weight is missing")
-        rank, scale = _rank_and_scale(settings, module)
+    for module, (rank, _) in modules.items():
         num_outputs, num_inputs = shapes[module]
         for half, want in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
             name = f"{_PREFIX}{module}.lora_{half}.weight"
             if (shape := reader.shape(name)) != want:
                 raise ModelError(f"tensor {name} has shape {shape}; r and the model's configuration require {want}")
-        modules[module] = rank, scale
     targets, with_tensors = settings.get("target_modules"), {module.rpartition(".")[2] for module in modules}
     for target in targets if isinstance(targets, list) else ():
         if target.rpartition(".")[2] not in with_tensors:
