@@ -1,6 +1,7 @@
 """Fetches a repo of the Hugging Face Hub into the hub's cache: a folder with safetensors, or one quantization's GGUF."""
 
 import contextlib
+import glob
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -43,8 +44,7 @@ def fetch_gguf(repo_id: str, quantization: str) -> Path:
             several = f"several .gguf files in {quantization}: {', '.join(found)}"
             what, forms = several if found else f"no .gguf file in {quantization}", _forms(repo_id, ggufs)
             raise ModelError(f"{repo_id} has {what}; download one and give its path, or name one as {forms}")
-        parts = [str(part) for part in split_parts(Path(found[0]))]
-        escaped = [re.sub(r"([*?[])", r"[\1]", part) for part in parts]
+        escaped = [glob.escape(str(part)) for part in split_parts(Path(found[0]))]
         return Path(snapshot_download(repo_id, allow_patterns=escaped)) / found[0]
 
 

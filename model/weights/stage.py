@@ -123,9 +123,8 @@ def _lacking(
         ends = [0, 0]  # of the rows used so far, in the shard's matrix and in the other
         for tensor, every, mine in pairs:
             before, behind = range(every.start, mine.start), range(mine.stop, every.stop)
+            others += [(tensor, rows) for rows in (before, behind) if rows]
             for in_rest, rows in ((True, before), (False, mine), (True, behind)):
-                if in_rest and rows:
-                    others.append((tensor, rows))
                 start, num = ends[in_rest], len(rows)
                 if num:
                     runs.append(_Run(in_rest, slice(start, start + num), slice(end, end + num)))
