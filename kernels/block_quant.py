@@ -1,30 +1,64 @@
 """Block quantization: a tensor to codes, scales and zeros in one run of bytes, and back.
 
-``spec.block_format`` is the layout and ``spec.block_quant`` the reference; every device gives the reference's bytes.
+``spec.block_format`` is the layout and ``spec.block_quant`` the reference; every device gives the reference's bytes. On CPU
+native/codec computes, and groups are shared among torch's threads; without the library, functions are the reference's.
 """
 
-from functools import cache
+from array import array
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from tightwire.kernels.spec.block_format import BlockFormat
+from tightwire.kernels.cpu.library import available, struct
+from tightwire.kernels.cpu.run import NUMBER_KIND, addresses, run_on_rows
+from tightwire.kernels.spec import block_quant as reference
+from tightwire.kernels.spec.block_format import MAX_GROUP_ELEMS, BlockFormat
+
+_CPU = torch.device("cpu")
 
 
 def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_M: Tensor | None = None) -> Tensor:
     """The bytes of ``encode_reference``, written into ``out`` when given; tensors are contiguous, else ValueError."""
-    return _kernels(x_N.device.type).encode(x_N, fmt, out, carried_M)
+    if x_N.is_cuda:
+        return _triton().encode(x_N, fmt, out, carried_M)
+    reference.check_numbers(x_N, "x_N", _CPU)
+    num_elems = x_N.numel()
+    out = reference.bytes_for(num_elems, fmt, out, _CPU)
+    _check_carried(carried_M, fmt.carried_elems(num_elems))
+    if not available():
+        return out.copy_(reference.encode_reference(x_N, fmt, carried_M))
+    _run("tw_encode", out, x_N, fmt, carried_M)
+    return out
 
 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """The numbers of ``decode_reference``, written into ``out`` when given: (num_elems,) of ``dtype``, contiguous."""
-    return _kernels(buf.device.type).decode(buf, fmt, num_elems, dtype, out)
+    if buf.is_cuda:
+        return _triton().decode(buf, fmt, num_elems, dtype, out)
+    if out is None:
+        out = torch.empty(num_elems, dtype=dtype)
+    reference.check_numbers(out, "out", _CPU)
+    if out.dtype != dtype or out.numel() != num_elems:
+        raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")
+    reference.check_message(buf, fmt, num_elems, _CPU)
+    if not available():
+        return out.copy_(reference.decode_reference(buf, fmt, num_elems, dtype))
+    _run("tw_decode", buf, out, fmt)
+    return out
 
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
     """``decode_add_reference``; ``sum_N`` is contiguous float32."""
-    _kernels(buf.device.type).decode_add(buf, fmt, sum_N)
+    if buf.is_cuda:
+        return _triton().decode_add(buf, fmt, sum_N)
+    reference.check_numbers(sum_N, "sum_N", _CPU)
+    if sum_N.dtype != torch.float32:
+        raise ValueError(f"sum_N must be float32, got {sum_N.dtype}")
+    reference.check_message(buf, fmt, sum_N.numel(), _CPU)
+    if not available():
+        return reference.decode_add_reference(buf, fmt, sum_N)
+    return _run("tw_decode_add", buf, sum_N, fmt)
 
 
 def decode_reduce_encode(
@@ -35,16 +69,52 @@ def decode_reduce_encode(
     out: Tensor | None = None,
     carried_M: Tensor | None = None,
 ) -> Tensor:
-    """The bytes of ``decode_reduce_encode_reference``, written into ``out`` when given; at least one of ``bufs``."""
-    device_type = bufs[0].device.type if bufs else "cpu"
-    return _kernels(device_type).decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out, carried_M)
+    """The bytes of ``decode_reduce_encode_reference``, written into ``out`` when given; at least one of ``bufs``.
+
+    On CPU the sum never leaves the first-level cache.
+    """
+    if not bufs:
+        raise ValueError("decode_reduce_encode needs at least one message to add, got none")
+    if bufs[0].is_cuda:
+        return _triton().decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out, carried_M)
+    for buf in bufs:
+        reference.check_message(buf, fmt, num_elems, _CPU)
+    _check_carried(carried_M, out_fmt.carried_elems(num_elems))
+    out = reference.bytes_for(num_elems, out_fmt, out, _CPU)
+    if not available():
+        return out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, carried_M))
+    places = array("q", addresses(*bufs))
+    messages, num_messages = places.buffer_info()
+    arguments = struct(
+        "tw_recode_args",
+        (*addresses(out), messages, *addresses(carried_M), num_messages, num_elems, _fields(fmt), _fields(out_fmt)),
+    )
+    run_on_rows("tw_decode_reduce_encode", arguments, -(-num_elems // MAX_GROUP_ELEMS), MAX_GROUP_ELEMS)
+    return out
 
 
-@cache
-def _kernels(device_type: str) -> ModuleType:
-    """The module with these four functions for a device; imported on first use, as not all machines have Triton."""
-    if device_type == "cuda":
-        from tightwire.kernels.cuda import block_quant
-    else:
-        from tightwire.kernels.cpu import block_quant
+def _run(kernel: str, buf: Tensor, x_N: Tensor, fmt: BlockFormat, carried_M: Tensor | None = None) -> None:
+    num_elems, kind = x_N.numel(), NUMBER_KIND[x_N.dtype]
+    arguments = struct("tw_code_args", (*addresses(buf, x_N, carried_M), num_elems, kind, _fields(fmt)))
+    run_on_rows(kernel, arguments, fmt.num_groups(num_elems), fmt.group_elems)
+
+
+def _fields(fmt: BlockFormat) -> tuple[int, ...]:
+    return fmt.bits, fmt.group_elems, fmt.symmetric, fmt.hadamard, fmt.float8
+
+
+def _check_carried(carried_M: Tensor | None, num_elems: int) -> None:
+    if carried_M is None:
+        return
+    reference.check_numbers(carried_M, "carried_M", _CPU)
+    if carried_M.dtype != torch.bfloat16 or len(carried_M) != num_elems:
+        raise ValueError(
+            f"carried_M must be {num_elems} numbers of bfloat16, whole groups, got {len(carried_M)} of {carried_M.dtype}"
+        )
+
+
+def _triton() -> ModuleType:
+    """The module with these four functions for a GPU, imported on first use: a CPU host need not have Triton."""
+    from tightwire.kernels.cuda import block_quant
+
     return block_quant
