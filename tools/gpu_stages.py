@@ -14,7 +14,7 @@ from gpu_sizes import TINY
 
 _BENCH = (*TIGHTWIRE, "bench")
 _CUDA = ("--device", "cuda")
-_BUILD = "from tightwire.kernels.cpu import library; library.load(); print(library.level())"
+_BUILD = "from tightwire.kernels.cpu import library; print(library.level())"
 _MOST_WORKERS = 14  # of pytest; each has a context on the GPU
 _SANITIZED = "test_norm or packed_product and Q8_0 or prompts_of_packed and Q4_K or references_bytes and int4"
 

@@ -41,11 +41,6 @@ def has_pairs() -> bool:
     return available() and bool(lib.tw_has_pairs())
 
 
-def load() -> Any:
-    """The cffi library itself. ``available()`` must hold."""
-    return _load()[0]
-
-
 class _Library:
     """The functions of the library; the first use loads it."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightwire.kernels.cpu.library import ffi, lib, load
+from tightwire.kernels.cpu.library import lib
 
 # How a tensor's numbers are stored, for kernels (native/numbers.h).
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -36,8 +36,9 @@ def run_on_items(name: str, arguments: Any, num_items: int, items_at_once: int, 
     if min(max_threads, num_threads) < 2:
         getattr(lib, name)(arguments, 0, num_items)
     else:
+        _use_torchs_threads()
         # Always torch's own number: OpenMP ends the threads that a smaller team leaves out, and starts them anew.
-        lib.tw_run(_threaded(name), arguments, num_items, items_at_once, num_threads)
+        lib.tw_run(getattr(lib, name), arguments, num_items, items_at_once, num_threads)
 
 
 def run_on_rows(name: str, arguments: Any, num_rows: int, row_elems: int) -> None:
@@ -47,10 +48,9 @@ def run_on_rows(name: str, arguments: Any, num_rows: int, row_elems: int) -> Non
 
 
 @cache
-def _threaded(name: str) -> Any:
-    """The kernel's address, after giving the library torch's OpenMP."""
+def _use_torchs_threads() -> None:
+    """Give the library torch's OpenMP."""
     parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
     if parallel is None:
         _log.warning("torch %s has no OpenMP that the kernels can use; they run on one thread", torch.__version__)
     lib.tw_set_parallel(ctypes.cast(parallel, ctypes.c_void_p).value if parallel else 0)
-    return ffi.addressof(load(), name)
