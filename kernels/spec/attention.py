@@ -189,12 +189,20 @@ def _read(cache_NKPE: Tensor, block_S: Tensor, offset_S: Tensor) -> Tensor:
 
 def turned_bias(key_bias: KeyBias, position_S: Tensor) -> Tensor:
     """Return (S, K, E), the bias rotated to each position."""
-    bias_KE, cos_SN, sin_SN = key_bias
-    cos_S1N, sin_S1N = cos_SN[position_S].unsqueeze(1), sin_SN[position_S].unsqueeze(1)
-    turned = 2 * cos_SN.shape[1]
-    first, second = bias_KE[:, :turned].chunk(2, dim=-1)
-    rest_SKE = bias_KE[:, turned:].expand(len(position_S), -1, -1)
-    return torch.cat((first * cos_S1N - second * sin_S1N, second * cos_S1N + first * sin_S1N, rest_SKE), dim=-1)
+    bias_SKE = key_bias.bias_KE.expand(len(position_S), -1, -1)
+    return apply_rope_reference(bias_SKE, key_bias.cos_SN[position_S], key_bias.sin_SN[position_S])
+
+
+def apply_rope_reference(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """``x * cos + rotate_half(x) * sin`` in float32, rounded once to the dtype of x.
+
+    Angles are (T, N) float32 and rotate the first 2 N numbers of each head.
+    """
+    cos_T1E, sin_T1E = cos_TE.unsqueeze(1), sin_TE.unsqueeze(1)
+    turned = 2 * cos_TE.shape[1]
+    first, second = x_THE[..., :turned].float().chunk(2, dim=-1)
+    rotated_THE = torch.cat((first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E), dim=-1)
+    return torch.cat((rotated_THE.to(x_THE.dtype), x_THE[..., turned:]), dim=-1)
 
 
 def _sequence_and_position(lens_B: Tensor) -> tuple[Tensor, Tensor]:

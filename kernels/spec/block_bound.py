@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.spec.block_format import FLOAT8_MAX, MIN_SCALE, BlockFormat
+from tightwire.kernels.spec.block_quant import rotated
 
 _UNIT = 2.0**-24  # float32 rounds to nearest by at most this share
 _STEP_BF16 = 2.0**-7  # bfloat16 rounds up or down by less than this share, by half of it to nearest,
@@ -65,15 +66,8 @@ def _rotated_bound(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
     size = fmt.group_elems
     rounds = size.bit_length() - 1
     slack_G1 = 1.01 * rounds * _UNIT * groups_GE.abs().sum(1, keepdim=True)
-    rotated_GE = groups_GE @ _hadamard(size).to(groups_GE.device)
+    rotated_GE = rotated(groups_GE, fmt)
     error_G1 = _bound(rotated_GE, fmt, slack_G1).amax(1, keepdim=True) + slack_G1
     largest_G1 = rotated_GE.abs().amax(1, keepdim=True) + error_G1
     error_G1 = error_G1 + 1.01 * rounds * _UNIT * largest_G1 + 2.0**-149
     return error_G1.where(size * largest_G1 < _MAX, torch.inf).expand_as(groups_GE)
-
-
-def _hadamard(size: int) -> Tensor:
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix

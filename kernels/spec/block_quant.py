@@ -41,7 +41,7 @@ def encode_reference(x_N: Tensor, fmt: BlockFormat, carried_M: Tensor | None = N
     ``carried_M``, (fmt.carried_elems(N),) bfloat16: the error of the previous encoding, which is added before encoding, then
     overwritten with the new error.
     """
-    return _encode_carrying(_rotated(_to_groups(x_N, fmt), fmt), fmt, carried_M)
+    return _encode_carrying(rotated(_to_groups(x_N, fmt), fmt), fmt, carried_M)
 
 
 def _encode_carrying(groups_GE: Tensor, fmt: BlockFormat, carried_M: Tensor | None) -> Tensor:
@@ -91,7 +91,7 @@ def _to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:
     return x_N.view(x_N.numel() // fmt.group_elems, fmt.group_elems)
 
 
-def _rotated(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
+def rotated(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
     """Each group times the Hadamard matrix of its size: entries +1 and -1, not scaled."""
     if not fmt.hadamard:
         return groups_GE
@@ -145,9 +145,9 @@ def _decode_numbers(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
     if not fmt.hadamard:
         return _decode_groups(buf, fmt, num_elems)
     if not fmt.symmetric:
-        return _rotated(_decode_groups(buf, fmt, num_elems), fmt) * (1.0 / fmt.group_elems)
+        return rotated(_decode_groups(buf, fmt, num_elems), fmt) * (1.0 / fmt.group_elems)
     levels_GE, scale_G1, _ = _read_groups(buf, fmt, num_elems)
-    return _rotated(levels_GE, fmt) * (scale_G1 * (1.0 / fmt.group_elems))
+    return rotated(levels_GE, fmt) * (scale_G1 * (1.0 / fmt.group_elems))
 
 
 def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:

@@ -6,14 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightwire.kernels.spec.attention import write_kv_reference
+from tightwire.kernels.spec.attention import NUMBERS, apply_rope_reference, write_kv_reference
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.int8_heads import cache_width
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, dequantize_reference
 from tightwire.kernels.spec.packed_int8 import linear_int8_reference
 
-_NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
-_NAMES = ", ".join(map(str, _NUMBERS))
+_NAMES = ", ".join(map(str, NUMBERS))
 
 
 class NormForm(NamedTuple):
@@ -61,18 +60,6 @@ def add_rms_norm_reference(
         x_TD = _normed(x_TD, x_weight_D, form).to(x_TD.dtype)
     sum_TD = x_TD * form.scale + residual_TD
     return (sum_TD.to(dtype) if weight_D is None else rms_norm_reference(sum_TD, weight_D, form)), sum_TD
-
-
-def apply_rope_reference(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """``x * cos + rotate_half(x) * sin`` in float32, rounded once to the dtype of x.
-
-    Angles are (T, N) float32 and rotate the first 2 N numbers of each head.
-    """
-    cos_T1E, sin_T1E = cos_TE.unsqueeze(1), sin_TE.unsqueeze(1)
-    turned = 2 * cos_TE.shape[1]
-    first, second = x_THE[..., :turned].float().chunk(2, dim=-1)
-    rotated_THE = torch.cat((first * cos_T1E - second * sin_T1E, second * cos_T1E + first * sin_T1E), dim=-1)
-    return torch.cat((rotated_THE.to(x_THE.dtype), x_THE[..., turned:]), dim=-1)
 
 
 def head_norm(x_THE: Tensor, weight: Tensor, norms: HeadNorms, column: int) -> Tensor:
@@ -133,7 +120,7 @@ def check_rotation(
     same_rows = (cos.shape, sin.shape, slots.shape) == (angles, angles, (num_tokens,))
     caches = [(cache.shape, cache.dtype, cache.stride()[1:]) for cache in (k_cache, v_cache)]
     wanted = k_cache.shape, k_cache.dtype, (tokens_per_block * width, width, 1)
-    types = cos.dtype, sin.dtype, slots.dtype, qkv.dtype in _NUMBERS and k_cache.dtype in (*_NUMBERS, torch.int8)
+    types = cos.dtype, sin.dtype, slots.dtype, qkv.dtype in NUMBERS and k_cache.dtype in (*NUMBERS, torch.int8)
     last = qkv.stride(2), cos.stride(1), sin.stride(1), slots.stride(0)
     if (
         not (fits and same_rows and caches == [wanted] * 2)
@@ -188,7 +175,7 @@ def check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
             "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,); "
             f"got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
         )
-    fits = weight.dtype in _NUMBERS and x.dtype in (torch.float32, weight.dtype) and residual.dtype == x.dtype
+    fits = weight.dtype in NUMBERS and x.dtype in (torch.float32, weight.dtype) and residual.dtype == x.dtype
     if not fits or weight.stride(0) != 1:
         raise ValueError(
             f"rms_norm needs weight in one of {_NAMES}, x and residual in that dtype or in torch.float32; "
@@ -198,7 +185,7 @@ def check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
 
 def check_gates(gate_up: Tensor) -> None:
     """Raise ValueError unless this is the tensor of ``swiglu``."""
-    if gate_up.shape[1] % 2 or gate_up.dtype not in _NUMBERS or gate_up.stride(1) != 1:
+    if gate_up.shape[1] % 2 or gate_up.dtype not in NUMBERS or gate_up.stride(1) != 1:
         raise ValueError(
             f"swiglu needs (T, 2F) with contiguous rows in one of {_NAMES}; "
             f"got {tuple(gate_up.shape)} {gate_up.dtype} with strides {gate_up.stride()}"
@@ -214,7 +201,7 @@ def check_linear(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
         )
     stored = weight.format.name if isinstance(weight, PackedMatrix) else weight.dtype
     if (
-        x.dtype not in _NUMBERS
+        x.dtype not in NUMBERS
         or stored not in (x.dtype, *PACKED_FORMATS)
         or (bias is not None and bias.dtype != x.dtype)
     ):
