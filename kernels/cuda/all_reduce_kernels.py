@@ -69,7 +69,7 @@ def two_shot_kernel(
     valid = (late == 0) & (dead == 0)
     for owner in range(WORLD):
         slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
-        _collect(headers, owner, sums, out + slot_start, slot_elems, valid, out_fmt, tiling)
+        _add(out, out + slot_start, headers + owner, sums, slot_elems, valid, None, out_fmt, None, 1, tiling)
     end_call(headers, rank, number, dead, late, failure)
 
 
@@ -103,7 +103,7 @@ def _add(
     WORLD: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    """Sum the numbers at offset ``at`` of all processes' buffers to ``target``; NaN unless ``valid``."""
+    """Sum the numbers at ``at`` of WORLD buffers, the first in ``headers``, to ``target``; NaN unless ``valid``."""
     rotated: tl.constexpr = stays_rotated(fmt, out_fmt)
     row = tl.program_id(0) * tiling.rows
     while row < tl.cdiv(num_elems, tiling.elems):
@@ -113,17 +113,6 @@ def _add(
             part = _take(_at(headers, process, at), like, row_B, num_elems, fmt, rotated, tiling)
             total = add_tiles(total, part)
         _put(target, like, row_B, num_elems, _only_if(valid, total), carried, out_fmt, rotated, tiling)
-        row += tl.num_programs(0) * tiling.rows
-
-
-@triton.jit
-def _collect(headers, owner, at, out, num_elems, valid, fmt: tl.constexpr, tiling: tl.constexpr):
-    """Copy or decode one owner's sums to the result; NaN unless ``valid``."""
-    row = tl.program_id(0) * tiling.rows
-    while row < tl.cdiv(num_elems, tiling.elems):
-        row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
-        tiles = _take(_at(headers, owner, at), out, row_B, num_elems, fmt, False, tiling)
-        store_tiles(out, row_B * tiling.elems, num_elems, _only_if(valid, tiles), tiling)
         row += tl.num_programs(0) * tiling.rows
 
 

@@ -33,13 +33,12 @@ def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, sl
     row_tiles = -(-num_rows // _ROWS.value)
     if not row_tiles:
         return
-    first, second, third = (*site.part_stops, num_outputs, num_outputs)[:3]
     sizes = num_rows, width, site.num_inputs, layer, site.a_NX.stride(0)
     given = slots_T, site.ranks_N, x_TD, site.a_NX, shrunk_TR
     launch(_shrink, row_tiles * -(-width // _RANKS.value), x_TD.device, *given, *sizes, site.num_parts)
-    sizes = num_rows, width, num_outputs, first, second, third, layer, site.b_NX.stride(0)
+    sizes = num_rows, width, num_outputs, site.part_stops, layer, site.b_NX.stride(0)
     given = slots_T, site.ranks_N, shrunk_TR, site.b_NX, out_TO
-    launch(_expand, row_tiles * -(-num_outputs // _OUTPUTS.value), x_TD.device, *given, *sizes, site.num_parts)
+    launch(_expand, row_tiles * -(-num_outputs // _OUTPUTS.value), x_TD.device, *given, *sizes)
 
 
 @triton.jit
@@ -66,22 +65,7 @@ def _shrink(slots, ranks, x, a, shrunk, num_rows, width, depth, layer, slot_stri
 
 
 @triton.jit
-def _expand(
-    slots,
-    ranks,
-    shrunk,
-    b,
-    out,
-    num_rows,
-    width,
-    num_outputs,
-    first_stop,
-    second_stop,
-    third_stop,
-    layer,
-    slot_stride,
-    NUM_PARTS: tl.constexpr,
-):
+def _expand(slots, ranks, shrunk, b, out, num_rows, width, num_outputs, part_stops, layer, slot_stride):
     """Add one tile of shrunk B to out (T, O). Rows without an adapter are not written."""
     num_tiles = tl.cdiv(num_outputs, _OUTPUTS)
     row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
@@ -89,7 +73,9 @@ def _expand(
     output_O = first + tl.arange(0, _OUTPUTS)
     panel_outputs = tl.minimum(_OUTPUTS, num_outputs - first)
     slot_R = tl.load(slots + row_R, mask=row_R < num_rows, other=-1)
-    part_O = (output_O >= first_stop).to(tl.int32) + (output_O >= second_stop).to(tl.int32)
+    part_O = tl.zeros_like(output_O)
+    for before in tl.static_range(len(part_stops) - 1):
+        part_O += (output_O >= part_stops[before]).to(tl.int32)
     kept_O = output_O < num_outputs
     written_R = slot_R < -1  # none yet
     total_RO = tl.zeros((_ROWS, _OUTPUTS), tl.float32)
@@ -99,7 +85,7 @@ def _expand(
         written_R = written_R | mine_R
         panel = raw(b) + _wide(slot) * slot_stride + (_wide(layer) * num_outputs + first) * rank
         b_1O = panel + tl.arange(0, _OUTPUTS)[None, :]
-        for part in tl.static_range(NUM_PARTS):
+        for part in tl.static_range(len(part_stops)):
             own_O = kept_O & (part_O == part)
             for start in range(0, rank, _RANKS):
                 place_J = start + tl.arange(0, _RANKS)

@@ -417,5 +417,6 @@ def test_adapters(number: str, capability: int) -> None:
 
     pointers = {"slots": "*i32", "ranks": "*i32", "shrunk": "*fp32", "slot_stride": "i64"}
     _ptx(_shrink, capability, {**pointers, "x": f"*{number}", "a": f"*{number}"}, {"NUM_PARTS": 3})
-    _ptx(_expand, capability, {**pointers, "b": f"*{number}", "out": "*fp32"}, {"NUM_PARTS": 3})
-    _ptx(_expand, capability, {**pointers, "b": f"*{number}", "out": f"*{number}"}, {"NUM_PARTS": 2})
+    pointers["b"] = f"*{number}"
+    _ptx(_expand, capability, {**pointers, "out": "*fp32", "part_stops": ("i32",) * 3}, {})
+    _ptx(_expand, capability, {**pointers, "out": f"*{number}", "part_stops": ("i32",) * 2}, {})
