@@ -11,15 +11,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import INTERPRETED, load_operand, narrowed, raw, widened
-from tightwire.kernels.cuda.packed_blocks import (
-    BlockLayout,
-    as_floats,
-    find_codes,
-    find_piece,
-    layout_of,
-    load_bytes,
-    load_scales,
-)
+from tightwire.kernels.cuda.packed_blocks import BlockLayout, find_codes, find_piece, layout_of, load_bytes, load_scales
 from tightwire.kernels.spec.gguf_blocks import Codes
 from tightwire.kernels.spec.layer_ops import check_linear
 from tightwire.kernels.spec.packed import PackedMatrix
@@ -125,7 +117,7 @@ def _packed_product(
                 else:
                     number_P11 = block_number_P11 + part
                     codes_POW = find_codes(low_POW, high_POW, halves, fifths_PO1, number_P11, kept_PO1, part, LAYOUT)
-                    codes_POW = as_floats(codes_POW, LAYOUT).to(x_PRW.dtype)
+                    codes_POW = codes_POW.to(x_PRW.dtype)
                 codes_PWO = tl.permute(codes_POW, (0, 2, 1))
                 if part % packed.scale_elems == 0 or run > packed.scale_elems:
                     sum_PRO = tl.zeros((num_pieces, _ROWS, _OUTPUTS), tl.float32)
@@ -192,7 +184,7 @@ def _numbers_ptx(in_unit: int, codes: Codes, is_half: bool) -> str:
 
 @triton.jit
 def _numbers(low, high, x, IN_UNIT: tl.constexpr, CODES: tl.constexpr):
-    """``find_codes`` less the offset, of x's type, with fewer instructions than Triton finds."""
+    """``find_codes`` of x's type, with fewer instructions than Triton finds."""
     ptx: tl.constexpr = _numbers_ptx(IN_UNIT, CODES, x.dtype == tl.float16)
     args = [low, high]
     return tl.inline_asm_elementwise(ptx, "=r,=r,r,r", args, x.dtype, is_pure=True, pack=4)  # pyright: ignore[reportArgumentType]
@@ -215,7 +207,7 @@ def _unpack(blocks, halves, out, num_pieces, of_row, depth, row_bytes, LAYOUT: t
         for part in tl.static_range(phase * LAYOUT.phase_elems, phase * LAYOUT.phase_elems + run_elems, run):
             codes_PW = find_codes(low_PW, high_PW, halves, fifths_P1, number_P1 + part, kept_P1, part, LAYOUT)
             scale_P1, minimum_P1 = load_scales(blocks, halves, scales_P1, number_P1 + part, kept_P1, LAYOUT)
-            numbers_PW = as_floats(codes_PW, LAYOUT) * scale_P1
+            numbers_PW = codes_PW * scale_P1
             if LAYOUT.packed.has_minimum:
                 numbers_PW += minimum_P1
             tl.store(raw(out) + out_PW + part, narrowed(numbers_PW, out.dtype.element_ty), mask=kept_P1)

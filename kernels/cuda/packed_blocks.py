@@ -152,7 +152,7 @@ def load_bytes(blocks, first, kept, width: tl.constexpr):
 
 @triton.jit
 def find_codes(low, high, halves, fifths, number, kept, IN_UNIT: tl.constexpr, LAYOUT: tl.constexpr):
-    """The codes of a piece's part ``IN_UNIT`` numbers behind its start, or what a table has for them, int16.
+    """The codes of a piece's part ``IN_UNIT`` numbers behind its start less their offset, or what a table has for them, float32.
 
     ``low`` and ``high``: the bytes with their bits. ``number``: the first one in the block.
     """
@@ -171,19 +171,11 @@ def find_codes(low, high, halves, fifths, number, kept, IN_UNIT: tl.constexpr, L
         else:
             words = tl.where(codes < 8, _IQ4_LOW, _IQ4_HIGH)
             codes = (words >> (8 * (codes % 8)).to(tl.int64)).to(tl.int8).to(tl.int16)
-    return codes
-
-
-@triton.jit
-def as_floats(codes, LAYOUT: tl.constexpr):
-    """The codes less their offset, float32."""
-    CODES: tl.constexpr = LAYOUT.packed.codes
-    if len(CODES.table) > 0:
         return codes.to(tl.float32)
     else:  # the lowest bits of 2^23, which is fewer instructions than a conversion; signed ones from -128 on
         sign: tl.constexpr = 128 if CODES.bits == 8 else 0
-        bits = codes.to(tl.int32) ^ (0x4B000000 + sign)
-        return bits.to(tl.float32, bitcast=True) - (8388608.0 + sign + CODES.offset)
+        float_bits = codes.to(tl.int32) ^ (0x4B000000 + sign)
+        return float_bits.to(tl.float32, bitcast=True) - (8388608.0 + sign + CODES.offset)
 
 
 @triton.jit
