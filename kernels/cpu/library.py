@@ -96,7 +96,8 @@ def _open(wanted: str, *, sanitize: bool) -> Any:
             if not _is_current(path):  # another process may have built it meanwhile
                 _log.warning("building the CPU kernels for level %s, about 20 s", wanted)
                 build.build(wanted, sanitize=sanitize)
-    ffi.cdef(_declarations())
+    lines = (build.SOURCES / "kernels.h").read_text().splitlines()
+    ffi.cdef("\n".join(line.replace("TW_API ", "") for line in lines if not line.startswith("#")))
     return ffi.dlopen(str(path))
 
 
@@ -118,12 +119,6 @@ def _lock_build(path: Path) -> AcquireReturnProxy:
 
 def _is_current(path: Path) -> bool:
     return path.exists() and build.source_hash().encode() in path.read_bytes()
-
-
-def _declarations() -> str:
-    """native/kernels.h as cffi reads it: without the preprocessor's lines."""
-    lines = (build.SOURCES / "kernels.h").read_text().splitlines()
-    return "\n".join(line.replace("TW_API ", "") for line in lines if not line.startswith("#"))
 
 
 def struct(name: str, values: Sequence[Any] | Mapping[str, Any]) -> Any:

@@ -126,10 +126,7 @@ void rotate(const tw_decode_program &program, tw_phase *phase, const tw_layer &l
             .k_cache = layer.k_cache,
             .v_cache = layer.v_cache,
             .slots = program.slots + program.group_slots_stride * layer.group + sizeof(int32_t) * row,
-            .token_stride = qkv_stride,
-            .head_stride = head_bytes,
-            .cos_stride = program.angle_stride,
-            .sin_stride = program.angle_stride,
+            .head_stride = head_bytes,  // strides between rows are not used
             .cache_block_stride = program.cache_block_stride,
             .num_heads = program.num_heads,
             .num_kv_heads = program.num_kv_heads,

@@ -87,23 +87,20 @@ struct BFloat16 {
     INLINE F32 load(const char *source) { return floats_of(shift_left(load_low_halves(source), 16)); }
     INLINE void store(char *target, F32 value) { store_low_halves(target, bf16_bits(value)); }
     // One instruction where the CPU has it; numbers below the least normal one (1e-38) may become zero there.
-    INLINE F32 rounded(F32 value) {
 #if defined(__AVX512BF16__)
+    INLINE F32 rounded(F32 value) {
         __m256i narrow = (__m256i)_mm512_cvtneps_pbh((__m512)value.reg[0]);
         F32 out;
         out.reg[0] = (FloatReg)_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16);
         return out;
-#else
-        return floats_of(shift_left(bf16_bits(value), 16));
-#endif
     }
     INLINE void store_rounded(char *target, F32 value) {
-#if defined(__AVX512BF16__)
         _mm256_storeu_si256((__m256i *)target, (__m256i)_mm512_cvtneps_pbh((__m512)value.reg[0]));
-#else
-        store(target, value);
-#endif
     }
+#else
+    INLINE F32 rounded(F32 value) { return floats_of(shift_left(bf16_bits(value), 16)); }
+    INLINE void store_rounded(char *target, F32 value) { store(target, value); }
+#endif
 };
 
 struct Float16 {

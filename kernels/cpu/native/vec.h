@@ -34,14 +34,14 @@ typedef float FloatReg __attribute__((vector_size(4 * REG_LANES)));
 typedef int32_t IntReg __attribute__((vector_size(4 * REG_LANES)));
 typedef uint32_t UintReg __attribute__((vector_size(4 * REG_LANES)));
 
-struct F32 {
-    typedef FloatReg Reg;
+template <class R>
+struct Vector {
+    typedef R Reg;
     Reg reg[REGS];
 };
-struct I32 {
-    typedef IntReg Reg;
-    Reg reg[REGS];
-};
+typedef Vector<FloatReg> F32;
+typedef Vector<IntReg> I32;
+typedef Vector<UintReg> U32;
 
 // EACH(F32, f, (F32 a), expression of a.reg[i]): a function of vectors, register by register.
 #define EACH(Out, name, parameters, expression) \
@@ -233,9 +233,6 @@ INLINE float max_lanes(F32 value) {
 INLINE float min_lanes(F32 value) {
     return fold(value, [](auto a, auto b) { return a < b ? a : b; });
 }
-struct U32 {
-    UintReg reg[REGS];
-};
 INLINE int32_t max_lanes_unsigned(I32 value) {
     U32 lanes;
     for (int i = 0; i < REGS; i++) lanes.reg[i] = (UintReg)value.reg[i];

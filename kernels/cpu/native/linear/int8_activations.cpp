@@ -12,6 +12,7 @@
 namespace {
 
 typedef int8_t Int8Reg __attribute__((vector_size(4 * REG_LANES)));
+typedef int16_t ShortReg __attribute__((vector_size(4 * REG_LANES)));
 typedef int8_t NarrowReg __attribute__((vector_size(REG_LANES)));
 
 // Largest magnitudes up to this count as zero: 127 divided by them must be finite.
@@ -98,37 +99,33 @@ struct IntegerDot {
     static constexpr bool stays_short = bits <= 4 && !has_sign;
     static IntReg start(const int32_t *) { return IntReg{}; }
     static Int8Reg load(TileSource source, unsigned number, unsigned at) { return load_weights<Format>(source, number, at); }
-    static IntReg step(IntReg sum, Int8Reg weights, const void *activations) {
-        IntReg codes = broadcast(activations);
 #if defined(__AVX512F__)
-        if constexpr (stays_short)
-            return (IntReg)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)weights, (__m512i)codes));
+    static ShortReg pairs_of(Int8Reg weights, IntReg codes) {
         if constexpr (has_sign) {
             __mmask64 negative = _mm512_movepi8_mask((__m512i)weights);
             codes = (IntReg)_mm512_mask_sub_epi8((__m512i)codes, negative, _mm512_setzero_si512(), (__m512i)codes);
             weights = (Int8Reg)_mm512_abs_epi8((__m512i)weights);
         }
-        __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)codes);
-        return (IntReg)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+        return (ShortReg)_mm512_maddubs_epi16((__m512i)weights, (__m512i)codes);
+    }
+    static IntReg add_pairs(ShortReg pairs) { return (IntReg)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1)); }
 #else
-        if constexpr (stays_short)
-            return (IntReg)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)codes));
+    static ShortReg pairs_of(Int8Reg weights, IntReg codes) {
         if constexpr (has_sign) {
             codes = (IntReg)_mm256_sign_epi8((__m256i)codes, (__m256i)weights);
             weights = (Int8Reg)_mm256_abs_epi8((__m256i)weights);
         }
-        __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)codes);
-        return (IntReg)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        return (ShortReg)_mm256_maddubs_epi16((__m256i)weights, (__m256i)codes);
+    }
+    static IntReg add_pairs(ShortReg pairs) { return (IntReg)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
 #endif
+    static IntReg step(IntReg sum, Int8Reg weights, const void *activations) {
+        const ShortReg pairs = pairs_of(weights, broadcast(activations));
+        if constexpr (stays_short) return (IntReg)((ShortReg)sum + pairs);
+        return sum + add_pairs(pairs);
     }
     static IntReg finish(IntReg sum, const int32_t *minus_sum) {
-        if constexpr (stays_short) {
-#if defined(__AVX512F__)
-            sum = (IntReg)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
-#else
-            sum = (IntReg)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
-#endif
-        }
+        if constexpr (stays_short) sum = add_pairs((ShortReg)sum);
         return sum + correction(minus_sum);
     }
 #else
