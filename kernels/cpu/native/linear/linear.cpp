@@ -203,10 +203,10 @@ Block widened(Block block, int64_t kind) {
     char *target = (char *)thread_scratch(WIDENED_WEIGHTS, stride / 4 * block.columns);
     if (is_packed(kind))
         with_packed(kind, [&]<class Format>(Format) {
-            for (int64_t at = 0; at < block.columns; at++) {
-                const char *row = block.weights + block.weight_stride * at;
-                unpack_groups<Format, Dot::b_bytes == 2>(target + stride * at, row, block.depth / GROUP, row + UNPACK_AHEAD);
-            }
+            for (int64_t at = 0; at < block.columns; at++)
+                unpack_groups<Format, Dot::b_bytes == 2>(target + stride * at, block.weights + block.weight_stride * at,
+                                                         block.depth / GROUP,
+                                                         block.weights + block.weight_stride * at + UNPACK_AHEAD);
         });
     else
         with_kind(kind, [&]<class Number>(Number) {
