@@ -34,7 +34,7 @@ from functools import partial
 
 GROUP_ELEMS = 32
 SUPERBLOCK_ELEMS = 256
-INTERLEAVED_ROWS = 16  # rows of an interleaved matrix (packed_int8) that lie side by side
+INTERLEAVED_ROWS = 16  # rows of an interleaved matrix (native/linear/interleaved.h) that lie side by side
 
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

@@ -16,7 +16,7 @@ from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, INTERLEAVED_ROWS, Q4
 class PackedMatrix:
     """(O, D) numbers as blocks: (O, bytes of a row) uint8, contiguous rows of whole blocks.
 
-    In an ``interleaved`` matrix each full 16 rows lie side by side (``packed_int8.interleave_reference``), in a ``by_plane`` one
+    In an ``interleaved`` matrix each full 16 rows lie side by side (native/linear/interleaved.h), in a ``by_plane`` one
     the codes of a row come before its scales (``cuda.packed_blocks.order_by_plane``).
     """
 

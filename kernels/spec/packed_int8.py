@@ -1,4 +1,4 @@
-"""Reference of the product of packed weights with activations in 8 bits, and of interleaved rows.
+"""Reference of the product of packed weights with activations in 8 bits.
 
 Activations are rounded to integers in groups of 32: scale = max |x| / 127 in float32, and code = x * (127 / max |x|), rounded
 to nearest even. The products of codes whose weights share a scale (32 or 16 of them) are added exactly, and
@@ -16,7 +16,7 @@ Source: quantize_row_q8_1 and ggml_vec_dot_q4_1_q8_1 of llama.cpp, which add in 
 import torch
 from torch import Tensor
 
-from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, INTERLEAVED_ROWS
+from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS
 from tightwire.kernels.spec.packed import PackedMatrix, block_parts
 
 _TINY = 1e-30
@@ -53,32 +53,6 @@ def linear_int8_reference(
     if bias_O is not None:
         sum_TO = sum_TO + bias_O.float()
     return sum_TO.to(out_dtype or x_TD.dtype)
-
-
-def interleave_reference(weight: PackedMatrix) -> PackedMatrix:
-    """A copy with each full 16 rows as one tile a block, in which pieces of the rows' blocks are side by side.
-
-    Pieces are words of four bytes, but for the floats and other bytes before and behind them, which are pieces of two or one.
-    The 32 fifth bits of a Q5_0 or Q5_1 block become bit i // 4 of byte i % 4. Other rows stay.
-    """
-    packed, blocks = weight.format, weight.blocks_OB
-    whole = len(blocks) // INTERLEAVED_ROWS * INTERLEAVED_ROWS
-    # (panels, rows, blocks, bytes) to (panels, blocks, pieces, rows, piece bytes)
-    blocks_PRGB = blocks[:whole].unflatten(1, (-1, packed.block_bytes)).unflatten(0, (-1, INTERLEAVED_ROWS))
-    if packed.name in ("Q5_0", "Q5_1"):
-        blocks_PRGB, at = blocks_PRGB.clone(), packed.head_bytes
-        bits = blocks_PRGB[..., at : at + 4, None] >> torch.arange(8, dtype=torch.uint8) & 1
-        spread = bits.flatten(-2).unflatten(-1, (8, 4)).mT << torch.arange(8, dtype=torch.uint8)
-        blocks_PRGB[..., at : at + 4] = spread.sum(-1, dtype=torch.uint8)
-    words_stop = packed.floats_at or packed.block_bytes
-    head, words, tail = blocks_PRGB.tensor_split([packed.head_bytes, words_stop], -1)
-    parts = [
-        part_PRGB.unflatten(-1, (-1, piece_bytes)).permute(0, 2, 3, 1, 4).flatten(2)
-        for part_PRGB, piece_bytes in ((head, min(2, packed.head_bytes)), (words, 4), (tail, 2))
-        if part_PRGB.shape[-1]
-    ]
-    tiles = torch.cat(parts, -1).reshape(whole, blocks.shape[1])
-    return PackedMatrix(torch.cat([tiles, blocks[whole:]]), packed, interleaved=True)
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.kernels.interleaved import interleave_reference
 from helpers.kernels.packed_blocks import any_blocks, common_blocks
 
 from tightwire.kernels.cpu.library import available
@@ -14,7 +15,7 @@ from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import dequantize, embedding
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, Q4_1, PackedFormat
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
-from tightwire.kernels.spec.packed_int8 import interleave_reference, linear_int8_reference, quantize_activations
+from tightwire.kernels.spec.packed_int8 import linear_int8_reference, quantize_activations
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs the compiled kernels")
 
