@@ -16,8 +16,10 @@ from tightwire.kernels.spec.layer_ops import (
     add_rms_norm_reference,
     check_add_norm,
     check_gates,
+    check_linear,
     check_norm,
     check_rotation,
+    norm_linear_reference,
     rms_norm_reference,
     rotate_and_cache_reference,
     swiglu_reference,
@@ -49,6 +51,27 @@ def add_rms_norm(
         return _triton().add_rms_norm(x_TD, residual_TD, weight_D, form, x_weight_D, dtype)
     add = add_rms_norm_cpu if available() else add_rms_norm_reference
     return add(x_TD, residual_TD, weight_D, form, x_weight_D, dtype)
+
+
+def norm_linear(
+    x_1D: Tensor,
+    residual_1D: Tensor | None,
+    norm_D: Tensor,
+    form: NormForm,
+    weight_OD: Tensor,
+    bias_O: Tensor | None = None,
+    gelu: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``norm_linear_reference`` of one row, on a GPU in one kernel; the order of its sums differs. Cost: the bytes of the weights."""
+    if len(x_1D) != 1:
+        raise ValueError(f"norm_linear takes one row, got {len(x_1D)}")
+    check_add_norm(x_1D, x_1D if residual_1D is None else residual_1D, norm_D, None, None)
+    check_linear(norm_D[None], weight_OD, bias_O)
+    if not x_1D.is_cuda:
+        return norm_linear_reference(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu)
+    from tightwire.kernels.cuda.linear_row import norm_linear_row
+
+    return norm_linear_row(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu)
 
 
 def check_slots(slot_T: Tensor, num_slots: int) -> None:

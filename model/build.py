@@ -14,12 +14,13 @@ from tightwire.model.adapters.product import AdapterProducts, AdapterRoom
 from tightwire.model.cache.kv_cache import CacheSource, KVCache, OffloadedCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.reader import CheckpointReader
+from tightwire.model.decode_graphs import DecodeGraphs, cuda_capture, graph_sizes
 from tightwire.model.decoder import Llama
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Layout, Shard, stage_model
 from tightwire.model.parallel import ChoiceGather, SideWire, StageWire, TensorParallel
 from tightwire.model.prompt_stages import Passage, PromptStages
-from tightwire.model.runner import DecodeGraphs, ModelRunner, cuda_capture, graph_sizes
+from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.choose import TokenChooser
 from tightwire.model.stages import StagePlan
 from tightwire.model.weights import EVERYTHING_RESIDENT, WeightPlan
@@ -109,7 +110,7 @@ def build_runner(
         if config.first_layer:
             most = options.graphs_up_to, model.hidden_size
             model.before_TD = torch.zeros(most, dtype=model.residual_dtype, device=replica.device)
-        have_head = options.stages is None and not options.cuts_head
+        have_head, first = options.stages is None and not options.cuts_head, weights.layer(0)
         graphs = DecodeGraphs(
             (lambda batch: model.logits(model.forward(batch))) if have_head else model.forward,
             have_head=have_head,
@@ -121,6 +122,7 @@ def build_runner(
             capture=cuda_capture(torch.cuda.graph_pool_handle()),
             ledger=replica.ledger,
             has_adapters=adapters is not None,
+            fuses=isinstance(first.gate_up, torch.Tensor) and first.mlp_update_norm is None,
         )
     vocab_rows = [each.vocab_rows for each in layout.shards[: replica.world_size]]
     return ModelRunner(

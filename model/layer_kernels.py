@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.attention import paged_attention
-from tightwire.kernels.layer_ops import add_rms_norm, check_slots, rms_norm, rotate_and_cache, swiglu
+from tightwire.kernels.layer_ops import add_rms_norm, check_slots, norm_linear, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.attention import AttentionForm, PackedSequences
 from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
 from tightwire.kernels.spec.lora import AdapterRows
-from tightwire.kernels.spec.packed import Matrix
+from tightwire.kernels.spec.packed import Matrix, Weight
 from tightwire.model.adapters.product import AdapterProducts
 from tightwire.model.cache.kv_cache import CacheSource, KeyBiases
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -104,11 +104,15 @@ class EagerLayers:
     def project(self, index: int, update_TD: Tensor | None) -> Tensor:
         """Compute the layer's norm and return its queries, keys and values, (T, H + 2 K, E)."""
         weights = self._placed[index]
-        x_TD = self._normed(update_TD, weights.attention_norm, weights.attention_update_norm)
+        norms = weights.attention_norm, weights.attention_update_norm
         bias_O, _ = self._key_biases.split(index, weights.qkv_bias)
-        qkv_TO = self.column_parallel("qkv", index, x_TD, bias_O, self._batch.num_decode_rows)
+        qkv_TO = self._fused(weights.qkv, bias_O, update_TD, *norms)
+        if qkv_TO is None:
+            x_TD = self._normed(update_TD, *norms)
+            qkv_TO = self.column_parallel("qkv", index, x_TD, bias_O, self._batch.num_decode_rows)
+            self._adapt("qkv", index, x_TD, qkv_TO)
         num_heads = self._shard.local_heads + 2 * self._shard.local_kv_heads
-        return self._adapt("qkv", index, x_TD, qkv_TO).view(-1, num_heads, self._config.head_dim)
+        return qkv_TO.view(-1, num_heads, self._config.head_dim)
 
     def square_sums(self, qkv_THE: Tensor) -> Tensor:
         """Return (T, 2) float32, the squares of this rank's queries and keys, summed; heads on two ranks count once."""
@@ -143,13 +147,15 @@ class EagerLayers:
 
     def mlp(self, index: int, update_TD: Tensor) -> Tensor:
         weights = self._placed[index]
-        x_TD = self._normed(update_TD, weights.mlp_norm, weights.mlp_update_norm)
-        num_decode, needed_R = self._batch.num_decode_rows, None
-        if index == self._config.num_layers - 1 and self._batch.needed is not None and self._adapted is None:
-            needed_R, num_decode = self._batch.needed
-            x_TD = x_TD[needed_R]
-        gate_up_TF = self.column_parallel("gate_up", index, x_TD, weights.gate_up_bias, num_decode)
-        gated_TF = swiglu(self._adapt("gate_up", index, x_TD, gate_up_TF), gelu=self._gelu)
+        norms, num_decode, needed_R = (weights.mlp_norm, weights.mlp_update_norm), self._batch.num_decode_rows, None
+        gated_TF = self._fused(weights.gate_up, weights.gate_up_bias, update_TD, *norms, self._gelu)
+        if gated_TF is None:
+            x_TD = self._normed(update_TD, *norms)
+            if index == self._config.num_layers - 1 and self._batch.needed is not None and self._adapted is None:
+                needed_R, num_decode = self._batch.needed
+                x_TD = x_TD[needed_R]
+            gate_up_TF = self.column_parallel("gate_up", index, x_TD, weights.gate_up_bias, num_decode)
+            gated_TF = swiglu(self._adapt("gate_up", index, x_TD, gate_up_TF), gelu=self._gelu)
         partial_TD = self._row_parallel(gated_TF, weights.down, weights.down_bias, num_decode)
         if needed_R is not None:
             return torch.zeros_like(self.residual_TD, dtype=partial_TD.dtype).index_copy_(0, needed_R, partial_TD)
@@ -157,6 +163,22 @@ class EagerLayers:
 
     def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
         return finish(self.residual_TD, update_TD, last_norm, self._form)
+
+    def _fused(
+        self,
+        weight: Weight,
+        bias_O: Tensor | None,
+        update_TD: Tensor | None,
+        norm: Tensor | None,
+        update_norm: Tensor | None,
+        gelu: bool | None = None,
+    ) -> Tensor | None:
+        """Add the update, and return the product of the sum's norm, with ``gelu`` SwiGLU of it, from one kernel; None if it is not to."""
+        if not self._batch.fuses or not isinstance(weight, Tensor) or norm is None or update_norm is not None:
+            return None
+        x_TD, residual_TD = (self.residual_TD, None) if update_TD is None else (update_TD, self.residual_TD)
+        out_TO, self.residual_TD = norm_linear(x_TD, residual_TD, norm, self._form, weight, bias_O, gelu)
+        return out_TO
 
     def _normed(self, update_TD: Tensor | None, norm: Tensor | None, update_norm: Tensor | None) -> Tensor:
         """Add the update to the residual, and return the norm of the sum."""

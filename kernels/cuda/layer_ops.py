@@ -267,6 +267,11 @@ def _swiglu_part(gate_up, out, row_stride, width, parts, PLACES: tl.constexpr, G
     dtype: tl.constexpr = out.dtype.element_ty
     gate = widened(tl.load(gates + place, mask=kept, other=0))
     up = widened(tl.load(gates + width + place, mask=kept, other=0))
+    tl.store(raw(out) + row * width + place, narrowed(activated(gate, GELU) * up, dtype), mask=kept)
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """silu, or gelu by its tangent, of float32 numbers."""
     exponent = gate * (_GELU_FIRST + _GELU_THIRD * (gate * gate)) if GELU else -gate
-    active = tl.div_rn(gate, 1.0 + tl.exp(exponent))
-    tl.store(raw(out) + row * width + place, narrowed(active * up, dtype), mask=kept)
+    return tl.div_rn(gate, 1.0 + tl.exp(exponent))

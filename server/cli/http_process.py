@@ -229,6 +229,8 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
     if plan.layout_note:
         lines.append(f"  layout     {plan.layout_note}")
     lines.append(f"  memory     {'; '.join(memory)}")
+    if note := ready[0].note:
+        lines.append(f"  graphs     {note}")
     if sampling := ", ".join(f"{name} {value:g}" for name, value in info.sampling.items()):
         lines.append(f"  sampling   {sampling}, where a request has no value of its own")
     return "\n".join(lines)

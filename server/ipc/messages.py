@@ -184,6 +184,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     comm: CommSetup | None = None
     cores: tuple[int, ...] = ()  # the cores it is bound to; empty: none
     numa_nodes: tuple[int, ...] = ()  # the nodes its memory comes from; empty: any
+    note: str = ""  # what its runner measured of its kernels
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -124,6 +124,7 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
                     comm=msgspec.structs.replace(comm, link=link),
                     cores=place.cores,
                     numa_nodes=place.nodes,
+                    note=runner.note,
                 )
             )
             loop.serve()

@@ -10,6 +10,8 @@ from helpers.model.one_rank import one_rank_runner
 from tiny import make_tiny
 from torch import Tensor
 
+from tightwire.kernels import layer_ops
+from tightwire.model import decode_graphs, layer_kernels
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import make_plan
 
@@ -62,3 +64,27 @@ def test_replayed_steps_give_the_models_logits(num_seqs: int, device: torch.devi
     for want, plain, got in zip(on_cpu, eager, replayed, strict=True):
         torch.testing.assert_close(got, plain, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(got, want, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("faster", ["apart", "fused"])
+def test_a_step_of_one_row_in_either_form(
+    faster: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms and SwiGLU in kernels of their own and in those of products; the faster form is kept, and both are told."""
+    times_s = iter([0.001, 0.002] if faster == "apart" else [0.002, 0.001])
+    monkeypatch.setattr(decode_graphs, "_time_s", lambda replay: next(times_s))
+    folder, prompt, fused = make_tiny(tmp_path), [[5, 9, 200]], []
+    monkeypatch.setattr(
+        layer_kernels, "norm_linear", lambda *given: (fused.append(len(given[0])), layer_ops.norm_linear(*given))[1]
+    )
+    replayed = _runner(folder, device, 1)
+    layers = len(fused) // 4  # each has two such products, once before the capture and once in it
+    assert layers >= 2 and set(fused) == {1}
+    want = _generated(_runner(folder, torch.device("cpu"), 0), prompt)
+    for got, logits in zip(_generated(replayed, prompt), want, strict=True):
+        torch.testing.assert_close(got, logits, atol=2e-3, rtol=2e-3)
+    apart, together = ("1.00 ms", "2.00 ms") if faster == "apart" else ("2.00 ms", "1.00 ms")
+    assert (
+        replayed.note
+        == f"a step of one row takes {together} with norms and SwiGLU in the products' kernels, {apart} apart"
+    )

@@ -4,13 +4,14 @@ import pytest
 import torch
 from helpers.kernels.packed_blocks import common_blocks, each_format, minima_of
 
-from tightwire.kernels.layer_ops import add_rms_norm, rotate_and_cache, swiglu
+from tightwire.kernels.layer_ops import add_rms_norm, norm_linear, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import arrange
 from tightwire.kernels.spec.gguf_blocks import Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.layer_ops import (
     NormForm,
     add_rms_norm_reference,
+    norm_linear_reference,
     rotate_and_cache_reference,
     swiglu_reference,
 )
@@ -67,6 +68,22 @@ def test_norm(dtype: torch.dtype, device: torch.device) -> None:
     assert torch.equal(total.cpu(), want_total)
     units = 2 * torch.finfo(dtype).eps + 4096 * torch.finfo(torch.float32).eps
     assert ((got.cpu().double() - want.double()).abs() <= units * want.double().abs()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [None, False])
+def test_a_rows_norm_and_product(gelu: bool | None, dtype: torch.dtype, device: torch.device) -> None:
+    """The sum to the bit, the product within the roundings of its numbers, as in the interpreter."""
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((1, 4096), (1, 4096), (6144, 4096)))
+    norm = torch.randn(4096).to(dtype)
+    given = x, residual, norm, NormForm(1e-5), weight
+    got, total = norm_linear(
+        *(each.to(device) if isinstance(each, torch.Tensor) else each for each in given), gelu=gelu
+    )
+    want, want_total = norm_linear_reference(*given, gelu=gelu)
+    assert torch.equal(total.cpu(), want_total)
+    units = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got.cpu(), want, rtol=units, atol=0.02 if gelu is None else 1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -59,6 +59,18 @@ def _layer(num_tokens: int) -> Run:
     )
 
 
+def _row() -> Run:
+    from tightwire.kernels.cuda.linear_row import norm_linear_row
+
+    x, norm = torch.empty(1, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
+    qkv, gate_up, form = torch.empty(6144, 4096, dtype=BF16), torch.empty(28672, 4096, dtype=BF16), NormForm(1e-5)
+    return lambda: (
+        norm_linear_row(x, None, norm, form, qkv, None),
+        norm_linear_row(x, x.clone(), norm, form, qkv, qkv[:, 0].contiguous()),
+        norm_linear_row(x, x.clone(), norm, form, gate_up, None, False),
+    )
+
+
 def _rotate(stored: torch.dtype, normed: bool) -> Run:
     from tightwire.kernels.cuda import layer_ops
 
@@ -131,6 +143,7 @@ CASES: dict[str, Callable[[], Run]] = {
     "decode": lambda: _attention(32, 8, 128, 1, 0),
     "mixed": lambda: _attention(32, 8, 128, 7, 300),
     "layer": lambda: _layer(1),
+    "row": _row,
     "rotation": lambda: _rotate(BF16, normed=False),
     "packed": lambda: _packed("Q4_0"),
     "packed float32": lambda: _packed("Q4_K", torch.float32),

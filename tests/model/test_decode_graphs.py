@@ -12,7 +12,7 @@ from helpers.model.device_work import DeviceWork
 from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Ledger
-from tightwire.model.runner import DecodeGraphs, Replay, graph_sizes
+from tightwire.model.decode_graphs import DecodeGraphs, Replay, graph_sizes
 from tightwire.model.step import Batch, StepArrays
 
 _MAX_BLOCKS = 6

@@ -1,0 +1,73 @@
+"""One row's norm and product in one kernel, in Triton's interpreter: the sum to the bit, the rest within its roundings."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from helpers.kernels.interpreted import InterpretedRank, needs_triton
+
+from tightwire.comm.group.group import Group
+from tightwire.kernels.spec.layer_ops import NormForm, add_rms_norm_reference, norm_linear_reference
+
+# Outputs, two a program; rows of one piece, and that end in a second and a third.
+_SIZES = (20, 576), (6, 1100), (30, 40)
+_MANY = ((4102, 40),)  # sixteen outputs a program
+
+
+def _check(group: Group | None, sizes: Sequence[tuple[int, int]] = _SIZES) -> None:
+    from tightwire.kernels.cuda.linear_row import norm_linear_row
+
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    kinds = itertools.cycle([(True, None), (False, False), (True, True), (True, False), (False, None)])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for (num_outputs, size), (adds, gelu) in zip(sizes, kinds, strict=False):
+            sum_dtype = torch.float32 if gelu else dtype
+            form = NormForm(1e-5, 1.0 if gelu else 0.0, 0.5 if gelu is None else 1.0)
+            x, norm = drawn(1, size).to(sum_dtype), drawn(size).to(dtype)
+            residual = drawn(1, size).to(sum_dtype) if adds else None
+            padded = drawn(num_outputs, size + 8).to(dtype)
+            weight, bias = padded[:, :size], None if gelu else drawn(num_outputs).to(dtype)
+            got, total = norm_linear_row(x, residual, norm, form, weight, bias, gelu)
+            want, want_total = norm_linear_reference(x, residual, norm, form, weight, bias, gelu)
+            assert torch.equal(total, want_total) and (total is x) == (residual is None)
+            assert got.dtype == dtype and got.shape == want.shape
+            # The float32 sums differ by their order: a unit for each of their numbers at most.
+            normed = add_rms_norm_reference(
+                want_total.double(), torch.zeros(1, size), norm.double(), form._replace(scale=1)
+            )[0]
+            products = weight.double() * normed
+            error_O = (products.abs().sum(1) + (0 if bias is None else bias.abs())) * size * 2**-23
+            exact_O = products.sum(1) + (0 if bias is None else bias.double())
+            if gelu is not None:
+                (gate_F, up_F), (gate_error_F, up_error_F) = exact_O.chunk(2), error_O.chunk(2)
+                active = (
+                    torch.nn.functional.gelu(gate_F, approximate="tanh") if gelu else torch.nn.functional.silu(gate_F)
+                )
+                exact_O = active * up_F
+                error_O = 1.2 * gate_error_F * up_F.abs() + active.abs() * up_error_F + exact_O.abs() * 2**-20 + 1e-6
+            error_O += exact_O.abs() * torch.finfo(dtype).eps
+            assert bool(((got[0] - exact_O).abs() <= error_O).all()), f"{dtype} {num_outputs} {size} {gelu}"
+            assert bool(((want[0] - exact_O).abs() <= error_O).all())
+
+
+@needs_triton
+@pytest.mark.parametrize("sizes", [_SIZES, _MANY])
+def test_a_rows_norm_and_product_in_the_interpreter(
+    sizes: Sequence[tuple[int, int]], interpreted: InterpretedRank
+) -> None:
+    interpreted(_check, sizes)
+
+
+def test_more_rows_are_refused() -> None:
+    from tightwire.kernels.layer_ops import norm_linear
+
+    x, weight = torch.ones(2, 8), torch.ones(4, 8)
+    with pytest.raises(ValueError, match="one row, got 2"):
+        norm_linear(x, None, x[0], NormForm(1e-5), weight)
+    got, total = norm_linear(x[:1], None, x[0], NormForm(0.0), weight)
+    assert torch.equal(got, torch.full((1, 4), 8.0)) and torch.equal(total, x[:1])
