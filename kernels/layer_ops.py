@@ -54,8 +54,8 @@ def add_rms_norm(
 
 
 def norm_linear(
-    x_1D: Tensor,
-    residual_1D: Tensor | None,
+    x_1D: Tensor | None,
+    residual_1D: Tensor,
     norm_D: Tensor,
     form: NormForm,
     weight_OD: Tensor,
@@ -63,11 +63,11 @@ def norm_linear(
     gelu: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``norm_linear_reference`` of one row, on a GPU in one kernel; the order of its sums differs. Cost: the bytes of the weights."""
-    if len(x_1D) != 1:
-        raise ValueError(f"norm_linear takes one row, got {len(x_1D)}")
-    check_add_norm(x_1D, x_1D if residual_1D is None else residual_1D, norm_D, None, None)
+    if len(residual_1D) != 1:
+        raise ValueError(f"norm_linear takes one row, got {len(residual_1D)}")
+    check_norm(residual_1D if x_1D is None else x_1D, residual_1D, norm_D)
     check_linear(norm_D[None], weight_OD, bias_O)
-    if not x_1D.is_cuda:
+    if not residual_1D.is_cuda:
         return norm_linear_reference(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu)
     from tightwire.kernels.cuda.linear_row import norm_linear_row
 

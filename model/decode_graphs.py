@@ -63,17 +63,10 @@ class DecodeGraphs:
     ) -> None:
         self._sizes, self.have_head = sorted(sizes), have_head
         self.note = ""  # which form of a step of one row is faster
+        given = forward, (num_groups, max_blocks, self._sizes[-1]), device, capture, ledger
         # Largest first, so that the smaller graphs reuse its activation memory in the pool.
         self._graphs = {
-            (size, policy, adapted): _Graph(
-                forward,
-                (size, policy, adapted),
-                (num_groups, max_blocks, self._sizes[-1]),
-                device,
-                capture,
-                ledger,
-                fuses and size == 1 and not adapted,
-            )
+            (size, policy, adapted): _Graph((size, policy, adapted), fuses and size == 1 and not adapted, *given)
             for size in reversed(self._sizes)
             for policy in range(num_policies)
             for adapted in ((False, True) if has_adapters else (False,))
@@ -81,7 +74,7 @@ class DecodeGraphs:
         if fuses and self._sizes[0] == 1:
             apart, together = (f"{1000 * time_s:.2f} ms" for time_s in self._graphs[1, 0, False].times_s)
             self.note = (
-                f"a step of one row takes {together} with norms and SwiGLU in the products' kernels, {apart} apart"
+                f"a step of one row takes {together} with norms and SwiGLU in kernels of products, {apart} apart"
             )
 
     def fits(self, arrays: StepArrays) -> bool:
@@ -105,15 +98,15 @@ class _Graph:
 
     def __init__(
         self,
-        forward: Callable[[Batch], Tensor],
         kind: tuple[int, int, bool],
+        fuses: bool,
+        forward: Callable[[Batch], Tensor],
         most: tuple[int, int, int],
         device: torch.device,
         capture: Capture,
         ledger: Ledger,
-        fuses: bool,
     ) -> None:
-        """``kind``: the number of rows, the policy, and True if rows have adapters. ``most``: groups, blocks, chosen tokens. ``fuses``: try this form too."""
+        """``kind``: the number of rows, the policy, and True if rows have adapters. ``fuses``: try both forms. ``most``: groups, blocks, chosen tokens."""
         size, policy, adapted = kind
         num_groups, max_blocks, most_chosen = most
         self._size, self._ledger = size, ledger

@@ -22,6 +22,8 @@ from tightwire.model.step import Batch
 from tightwire.model.weights.source import LayerWeights
 from tightwire.model.weights.stage import JoinedRows
 
+_Norms = tuple[Tensor | None, Tensor | None]  # of the residual's sum, and of the update before
+
 
 class Layers(Protocol):
     """Computes one pass over T rows. ``attention`` and ``mlp`` of each layer are called in turn, in order.
@@ -106,7 +108,7 @@ class EagerLayers:
         weights = self._placed[index]
         norms = weights.attention_norm, weights.attention_update_norm
         bias_O, _ = self._key_biases.split(index, weights.qkv_bias)
-        qkv_TO = self._fused(weights.qkv, bias_O, update_TD, *norms)
+        qkv_TO = self._fused(weights.qkv, bias_O, update_TD, norms)
         if qkv_TO is None:
             x_TD = self._normed(update_TD, *norms)
             qkv_TO = self.column_parallel("qkv", index, x_TD, bias_O, self._batch.num_decode_rows)
@@ -148,7 +150,7 @@ class EagerLayers:
     def mlp(self, index: int, update_TD: Tensor) -> Tensor:
         weights = self._placed[index]
         norms, num_decode, needed_R = (weights.mlp_norm, weights.mlp_update_norm), self._batch.num_decode_rows, None
-        gated_TF = self._fused(weights.gate_up, weights.gate_up_bias, update_TD, *norms, self._gelu)
+        gated_TF = self._fused(weights.gate_up, weights.gate_up_bias, update_TD, norms, self._gelu)
         if gated_TF is None:
             x_TD = self._normed(update_TD, *norms)
             if index == self._config.num_layers - 1 and self._batch.needed is not None and self._adapted is None:
@@ -165,19 +167,13 @@ class EagerLayers:
         return finish(self.residual_TD, update_TD, last_norm, self._form)
 
     def _fused(
-        self,
-        weight: Weight,
-        bias_O: Tensor | None,
-        update_TD: Tensor | None,
-        norm: Tensor | None,
-        update_norm: Tensor | None,
-        gelu: bool | None = None,
+        self, weight: Weight, bias_O: Tensor | None, update_TD: Tensor | None, norms: _Norms, gelu: bool | None = None
     ) -> Tensor | None:
         """Add the update, and return the product of the sum's norm, with ``gelu`` SwiGLU of it, from one kernel; None if it is not to."""
+        norm, update_norm = norms
         if not self._batch.fuses or not isinstance(weight, Tensor) or norm is None or update_norm is not None:
             return None
-        x_TD, residual_TD = (self.residual_TD, None) if update_TD is None else (update_TD, self.residual_TD)
-        out_TO, self.residual_TD = norm_linear(x_TD, residual_TD, norm, self._form, weight, bias_O, gelu)
+        out_TO, self.residual_TD = norm_linear(update_TD, self.residual_TD, norm, self._form, weight, bias_O, gelu)
         return out_TO
 
     def _normed(self, update_TD: Tensor | None, norm: Tensor | None, update_norm: Tensor | None) -> Tensor:

@@ -21,8 +21,8 @@ _PROGRAMS = 256
 
 
 def norm_linear_row(
-    x_1D: Tensor,
-    residual_1D: Tensor | None,
+    x_1D: Tensor | None,
+    residual_1D: Tensor,
     norm_D: Tensor,
     form: NormForm,
     weight_OD: Tensor,
@@ -31,14 +31,12 @@ def norm_linear_row(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``layer_ops.norm_linear_reference``; the order of the float32 sums differs."""
     num_outputs, size = weight_OD.shape
-    out_1O = torch.empty(1, num_outputs if gelu is None else num_outputs // 2, dtype=norm_D.dtype, device=x_1D.device)
-    sum_1D = x_1D if residual_1D is None else torch.empty_like(x_1D)
+    width, device = num_outputs if gelu is None else num_outputs // 2, residual_1D.device
+    out_1O = torch.empty(1, width, dtype=norm_D.dtype, device=device)
+    sum_1D = residual_1D if x_1D is None else torch.empty_like(residual_1D)
     outputs = next((each for each in _OUTPUTS if num_outputs >= each * _PROGRAMS), _OUTPUTS[-1])
-    given = x_1D, x_1D if residual_1D is None else residual_1D, norm_D, weight_OD, bias_O, out_1O, sum_1D
-    sizes = size, num_outputs, weight_OD.stride(0), *form
-    launch(
-        _norm_product, -(-num_outputs // outputs), x_1D.device, *given, *sizes, residual_1D is not None, gelu, outputs
-    )
+    given = x_1D, residual_1D, norm_D, weight_OD, bias_O, out_1O, sum_1D, size, num_outputs, weight_OD.stride(0), *form
+    launch(_norm_product, -(-num_outputs // outputs), device, *given, gelu, outputs)
     return out_1O, sum_1D
 
 
@@ -57,7 +55,6 @@ def _norm_product(
     eps,
     offset,
     scale,
-    ADDS: tl.constexpr,
     GELU: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
@@ -72,9 +69,9 @@ def _norm_product(
         place_P = first + tl.arange(0, _PLACES)
         kept_P = place_P < size
         weight_OP = load_operand(weight, rows_O1 + place_P[None, :], kept_O[:, None] & kept_P[None, :]).to(tl.float32)
-        value_P = widened(tl.load(raw(x) + place_P, mask=kept_P, other=0))
-        if ADDS:
-            value_P = value_P * scale + widened(tl.load(raw(residual) + place_P, mask=kept_P, other=0))
+        value_P = widened(tl.load(raw(residual) + place_P, mask=kept_P, other=0))
+        if x is not None:
+            value_P += widened(tl.load(raw(x) + place_P, mask=kept_P, other=0)) * scale
             stored_P = narrowed(value_P, total.dtype.element_ty)
             tl.store(raw(total) + place_P, stored_P, mask=kept_P & (tl.program_id(0) == 0))
             value_P = widened(stored_P)

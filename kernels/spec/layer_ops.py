@@ -110,20 +110,18 @@ def linear_reference(
 
 
 def norm_linear_reference(
-    x_1D: Tensor,
-    residual_1D: Tensor | None,
+    x_1D: Tensor | None,
+    residual_1D: Tensor,
     norm_D: Tensor,
     form: NormForm,
     weight_OD: Tensor,
     bias_O: Tensor | None = None,
     gelu: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The product of ``rms_norm(s)``, with ``gelu`` ``swiglu`` of it, in float32, rounded once; and s as in ``add_rms_norm``, or x."""
-    if residual_1D is not None:
-        x_1D = add_rms_norm_reference(x_1D, residual_1D, norm_D, form)[1]
-    bias = None if bias_O is None else bias_O.float()
-    out_1O = F.linear(_normed(x_1D, norm_D, form), weight_OD.float(), bias)
-    return (out_1O if gelu is None else swiglu_reference(out_1O, gelu=gelu)).to(norm_D.dtype), x_1D
+    """The product of ``rms_norm(s)``, with ``gelu`` ``swiglu`` of it, in float32, rounded once; and s, as in ``add_rms_norm``, or the residual."""
+    sum_1D = residual_1D if x_1D is None else add_rms_norm_reference(x_1D, residual_1D, norm_D, form)[1]
+    out_1O = F.linear(_normed(sum_1D, norm_D, form), weight_OD.float(), None if bias_O is None else bias_O.float())
+    return (out_1O if gelu is None else swiglu_reference(out_1O, gelu=gelu)).to(norm_D.dtype), sum_1D
 
 
 def check_rotation(

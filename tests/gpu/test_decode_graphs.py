@@ -86,5 +86,5 @@ def test_a_step_of_one_row_in_either_form(
     apart, together = ("1.00 ms", "2.00 ms") if faster == "apart" else ("2.00 ms", "1.00 ms")
     assert (
         replayed.note
-        == f"a step of one row takes {together} with norms and SwiGLU in the products' kernels, {apart} apart"
+        == f"a step of one row takes {together} with norms and SwiGLU in kernels of products, {apart} apart"
     )

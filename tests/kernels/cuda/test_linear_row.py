@@ -28,13 +28,13 @@ def _check(group: Group | None, sizes: Sequence[tuple[int, int]] = _SIZES) -> No
         for (num_outputs, size), (adds, gelu) in zip(sizes, kinds, strict=False):
             sum_dtype = torch.float32 if gelu else dtype
             form = NormForm(1e-5, 1.0 if gelu else 0.0, 0.5 if gelu is None else 1.0)
-            x, norm = drawn(1, size).to(sum_dtype), drawn(size).to(dtype)
-            residual = drawn(1, size).to(sum_dtype) if adds else None
+            residual, norm = drawn(1, size).to(sum_dtype), drawn(size).to(dtype)
+            x = drawn(1, size).to(sum_dtype) if adds else None
             padded = drawn(num_outputs, size + 8).to(dtype)
             weight, bias = padded[:, :size], None if gelu else drawn(num_outputs).to(dtype)
             got, total = norm_linear_row(x, residual, norm, form, weight, bias, gelu)
             want, want_total = norm_linear_reference(x, residual, norm, form, weight, bias, gelu)
-            assert torch.equal(total, want_total) and (total is x) == (residual is None)
+            assert torch.equal(total, want_total) and (total is residual) == (x is None)
             assert got.dtype == dtype and got.shape == want.shape
             # The float32 sums differ by their order: a unit for each of their numbers at most.
             normed = add_rms_norm_reference(
@@ -68,6 +68,6 @@ def test_more_rows_are_refused() -> None:
 
     x, weight = torch.ones(2, 8), torch.ones(4, 8)
     with pytest.raises(ValueError, match="one row, got 2"):
-        norm_linear(x, None, x[0], NormForm(1e-5), weight)
-    got, total = norm_linear(x[:1], None, x[0], NormForm(0.0), weight)
+        norm_linear(None, x, x[0], NormForm(1e-5), weight)
+    got, total = norm_linear(None, x[:1], x[0], NormForm(0.0), weight)
     assert torch.equal(got, torch.full((1, 4), 8.0)) and torch.equal(total, x[:1])

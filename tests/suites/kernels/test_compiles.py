@@ -340,7 +340,7 @@ def test_a_rows_norm_and_product_takes_few_instructions(tmp_path: Path) -> None:
 
     pointers = dict.fromkeys(("x", "residual", "norm", "weight", "out", "total"), "*bf16")
     types = pointers | dict.fromkeys(("eps", "offset", "scale"), "fp32")
-    constants = {"bias": None, "ADDS": True, "GELU": False, "OUTPUTS": 16}
+    constants = {"bias": None, "GELU": False, "OUTPUTS": 16}
     kernel = _compiled(linear_row._norm_product, H100, types, constants)
     assert _longest_loop(kernel, tmp_path / "kernel") <= 6.2 * 16 * linear_row._PLACES.value / 128
     ptx = kernel.asm["ptx"]

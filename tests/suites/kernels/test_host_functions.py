@@ -65,7 +65,7 @@ def _row() -> Run:
     x, norm = torch.empty(1, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
     qkv, gate_up, form = torch.empty(6144, 4096, dtype=BF16), torch.empty(28672, 4096, dtype=BF16), NormForm(1e-5)
     return lambda: (
-        norm_linear_row(x, None, norm, form, qkv, None),
+        norm_linear_row(None, x, norm, form, qkv, None),
         norm_linear_row(x, x.clone(), norm, form, qkv, qkv[:, 0].contiguous()),
         norm_linear_row(x, x.clone(), norm, form, gate_up, None, False),
     )
