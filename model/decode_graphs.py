@@ -17,7 +17,6 @@ from tightwire.kernels.transfer import overwrite
 from tightwire.model.step import Batch, StepArrays, num_deferred
 
 _TIMED_REPLAYS = 2  # of either form of a step; the first sets the graph up
-
 Replay = Callable[[], Tensor]
 # Captures a function's work and returns one that replays it with the current contents of its tensors.
 Capture = Callable[[Callable[[], Tensor]], Replay]

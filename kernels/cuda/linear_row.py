@@ -1,7 +1,7 @@
 """The product of one row on a GPU together with what lies beside it: the residual's sum and the norm before, SwiGLU after.
 
-So a decode step of one row has three launches a layer less. The product reads its weights once, at the rate of memory; each program computes the
-norm of the row for itself, and its root multiplies the finished sums, so that no load waits for it.
+So a decode step of one row has three launches a layer less. Each program norms the row for itself while it multiplies: the root
+multiplies the finished sums, so that no load of weights waits for it.
 """
 
 import torch
@@ -14,8 +14,8 @@ from tightwire.kernels.cuda.layer_ops import activated
 from tightwire.kernels.cuda.numbers import load_operand, narrowed, raw, widened
 from tightwire.kernels.spec.layer_ops import NormForm
 
-_PLACES = tl.constexpr(512)  # numbers of a weights' row at a time: 16 bytes for each thread of a warp
-_STAGES = tl.constexpr(3)  # iterations whose loads are in flight: with three programs on a processor over 60 KB
+_PLACES = tl.constexpr(512)  # numbers of a row at a time: 16 bytes for each thread of two warps, eight times for 16 outputs
+_STAGES = tl.constexpr(3)  # one iteration is multiplied while copies of the next are under way, 16 KB for each program
 _OUTPUTS = (16, 8, 4)  # of a program: the first of these with which there are enough programs for all processors
 _PROGRAMS = 256
 
@@ -31,12 +31,11 @@ def norm_linear_row(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``layer_ops.norm_linear_reference``; the order of the float32 sums differs."""
     num_outputs, size = weight_OD.shape
-    width, device = num_outputs if gelu is None else num_outputs // 2, residual_1D.device
-    out_1O = torch.empty(1, width, dtype=norm_D.dtype, device=device)
+    out_1O = norm_D.new_empty(1, num_outputs if gelu is None else num_outputs // 2)
     sum_1D = residual_1D if x_1D is None else torch.empty_like(residual_1D)
     outputs = next((each for each in _OUTPUTS if num_outputs >= each * _PROGRAMS), _OUTPUTS[-1])
     given = x_1D, residual_1D, norm_D, weight_OD, bias_O, out_1O, sum_1D, size, num_outputs, weight_OD.stride(0), *form
-    launch(_norm_product, -(-num_outputs // outputs), device, *given, gelu, outputs)
+    launch(_norm_product, -(-num_outputs // outputs), norm_D.device, *given, gelu, outputs)
     return out_1O, sum_1D
 
 
@@ -83,9 +82,8 @@ def _norm_product(
     if bias is not None:
         result_O += widened(tl.load(raw(bias) + row_O, mask=kept_O, other=0))
     if GELU is not None:
-        gate_F, up_F = tl.split(tl.reshape(result_O, (OUTPUTS // 2, 2)))
-        place_F = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-        result_F = narrowed(activated(gate_F, GELU) * up_F, out.dtype.element_ty)
-        tl.store(raw(out) + place_F, result_F, mask=place_F < num_outputs // 2)
-    else:
-        tl.store(raw(out) + output_O, narrowed(result_O, out.dtype.element_ty), mask=kept_O)
+        gate_O, up_O = tl.split(tl.reshape(result_O, (OUTPUTS // 2, 2)))
+        result_O = activated(gate_O, GELU) * up_O
+        output_O = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        kept_O = output_O < num_outputs // 2
+    tl.store(raw(out) + output_O, narrowed(result_O, out.dtype.element_ty), mask=kept_O)
