@@ -14,7 +14,9 @@ from tightwire.kernels.cuda.layer_ops import activated
 from tightwire.kernels.cuda.numbers import load_operand, narrowed, raw, widened
 from tightwire.kernels.spec.layer_ops import NormForm
 
-_PLACES = tl.constexpr(512)  # numbers of a row at a time: 16 bytes for each thread of two warps, eight times for 16 outputs
+_PLACES = tl.constexpr(
+    512
+)  # numbers of a row at a time: 16 bytes for each thread of two warps, eight times for 16 outputs
 _STAGES = tl.constexpr(3)  # one iteration is multiplied while copies of the next are under way, 16 KB for each program
 _OUTPUTS = (16, 8, 4)  # of a program: the first of these with which there are enough programs for all processors
 _PROGRAMS = 256

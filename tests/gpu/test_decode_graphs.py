@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from helpers.model.one_rank import one_rank_runner
 from tiny import make_tiny
 from torch import Tensor
 
-from tightwire.kernels import layer_ops
+from tightwire.kernels.layer_ops import norm_linear
 from tightwire.model import decode_graphs, layer_kernels
 from tightwire.model.runner import ModelRunner
 from tightwire.model.step import make_plan
@@ -73,13 +74,16 @@ def test_a_step_of_one_row_in_either_form(
     """Norms and SwiGLU in kernels of their own and in those of products; the faster form is kept, and both are told."""
     times_s = iter([0.001, 0.002] if faster == "apart" else [0.002, 0.001])
     monkeypatch.setattr(decode_graphs, "_time_s", lambda replay: next(times_s))
-    folder, prompt, fused = make_tiny(tmp_path), [[5, 9, 200]], []
-    monkeypatch.setattr(
-        layer_kernels, "norm_linear", lambda *given: (fused.append(len(given[0])), layer_ops.norm_linear(*given))[1]
-    )
+    folder, prompt, fused = make_tiny(tmp_path), [[5, 9, 200]], list[Tensor]()
+
+    def product(x: Tensor | None, residual: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        fused.append(residual)
+        return norm_linear(x, residual, *given)
+
+    monkeypatch.setattr(layer_kernels, "norm_linear", product)
     replayed = _runner(folder, device, 1)
-    layers = len(fused) // 4  # each has two such products, once before the capture and once in it
-    assert layers >= 2 and set(fused) == {1}
+    # Two layers have two such products each, once before the capture and once in it; the emulated device replays calls.
+    assert len(fused) == 8 and {len(each) for each in fused} == {1}
     want = _generated(_runner(folder, torch.device("cpu"), 0), prompt)
     for got, logits in zip(_generated(replayed, prompt), want, strict=True):
         torch.testing.assert_close(got, logits, atol=2e-3, rtol=2e-3)

@@ -76,11 +76,10 @@ def test_a_rows_norm_and_product(gelu: bool | None, dtype: torch.dtype, device: 
     """The sum to the bit, the product within the roundings of its numbers, as in the interpreter."""
     x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((1, 4096), (1, 4096), (6144, 4096)))
     norm = torch.randn(4096).to(dtype)
-    given = x, residual, norm, NormForm(1e-5), weight
-    got, total = norm_linear(
-        *(each.to(device) if isinstance(each, torch.Tensor) else each for each in given), gelu=gelu
-    )
-    want, want_total = norm_linear_reference(*given, gelu=gelu)
+    form = NormForm(1e-5)
+    given = x.to(device), residual.to(device), norm.to(device)
+    got, total = norm_linear(*given, form, weight.to(device), gelu=gelu)
+    want, want_total = norm_linear_reference(x, residual, norm, form, weight, gelu=gelu)
     assert torch.equal(total.cpu(), want_total)
     units = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(got.cpu(), want, rtol=units, atol=0.02 if gelu is None else 1.0)

@@ -338,8 +338,8 @@ def test_a_rows_norm_and_product_takes_few_instructions(tmp_path: Path) -> None:
     """Those that fit the time of its bytes are 14 a number; copies of weights are under way while others are multiplied."""
     from tightwire.kernels.cuda import linear_row
 
-    pointers = dict.fromkeys(("x", "residual", "norm", "weight", "out", "total"), "*bf16")
-    types = pointers | dict.fromkeys(("eps", "offset", "scale"), "fp32")
+    types: dict[str, str] = dict.fromkeys(("x", "residual", "norm", "weight", "out", "total"), "*bf16")
+    types |= dict.fromkeys(("eps", "offset", "scale"), "fp32")
     constants = {"bias": None, "GELU": False, "OUTPUTS": 16}
     kernel = _compiled(linear_row._norm_product, H100, types, constants)
     assert _longest_loop(kernel, tmp_path / "kernel") <= 6.2 * 16 * linear_row._PLACES.value / 128
