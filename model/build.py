@@ -110,7 +110,7 @@ def build_runner(
         if config.first_layer:
             most = options.graphs_up_to, model.hidden_size
             model.before_TD = torch.zeros(most, dtype=model.residual_dtype, device=replica.device)
-        have_head, first = options.stages is None and not options.cuts_head, weights.layer(0)
+        have_head, gate_up = options.stages is None and not options.cuts_head, weights.layer(0).gate_up
         graphs = DecodeGraphs(
             (lambda batch: model.logits(model.forward(batch))) if have_head else model.forward,
             have_head=have_head,
@@ -122,7 +122,7 @@ def build_runner(
             capture=cuda_capture(torch.cuda.graph_pool_handle()),
             ledger=replica.ledger,
             has_adapters=adapters is not None,
-            fuses=isinstance(first.gate_up, torch.Tensor) and first.mlp_update_norm is None,
+            fuses=config.norms == "before" and isinstance(gate_up, torch.Tensor) and gate_up.dtype != torch.float32,
         )
     vocab_rows = [each.vocab_rows for each in layout.shards[: replica.world_size]]
     return ModelRunner(

@@ -17,6 +17,7 @@ from tightwire.kernels.transfer import overwrite
 from tightwire.model.step import Batch, StepArrays, num_deferred
 
 _TIMED_REPLAYS = 2  # of either form of a step; the first sets the graph up
+_FASTER = 0.98  # more than times differ between two starts: a text's bits depend on the form
 Replay = Callable[[], Tensor]
 # Captures a function's work and returns one that replays it with the current contents of its tensors.
 Capture = Callable[[Callable[[], Tensor]], Replay]
@@ -39,8 +40,8 @@ class DecodeGraphs:
     tensors. A step of B rows uses the next larger graph; the other rows are padding: no context, slot -1, result ignored.
     The plan alone determines the graph, so all ranks use the same one.
 
-    With ``fuses`` there are two forms for one row (``Batch.fuses``), and the constructor keeps the faster one. Each rank chooses for
-    itself: its part of a sum is the same but for rounding, and the sum is the same on all ranks.
+    With ``fuses`` there are two forms for one row, and the constructor keeps that with ``Batch.fuses`` if it is clearly faster. Each
+    rank chooses for itself: its part of a sum is the same but for rounding, and the sum is the same on all ranks.
 
     Cost: about ten milliseconds and a few MB per size and policy; all graphs share one activation pool, also for results.
     """
@@ -147,7 +148,7 @@ class _Graph:
             run(fused := replace(batch, fuses=True))
             forms = self._replay, capture(partial(run, fused))
             self.times_s = [_time_s(replay) for replay in forms]
-            self._replay = forms[self.times_s.index(min(self.times_s))]
+            self._replay = forms[self.times_s[1] < _FASTER * self.times_s[0]]
 
     def run(self, arrays: StepArrays, chosen_R: Tensor | None) -> Tensor:
         num_rows = len(arrays.token_ids_T)

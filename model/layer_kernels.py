@@ -170,10 +170,9 @@ class EagerLayers:
         self, weight: Weight, bias_O: Tensor | None, update_TD: Tensor | None, norms: _Norms, gelu: bool | None = None
     ) -> Tensor | None:
         """Add the update, and return the product of the sum's norm, with ``gelu`` SwiGLU of it, from one kernel; None if it is not to."""
-        norm, update_norm = norms
-        if not self._batch.fuses or not isinstance(weight, Tensor) or norm is None or update_norm is not None:
+        if not self._batch.fuses or not isinstance(weight, Tensor) or norms[0] is None or norms[1] is not None:
             return None
-        out_TO, self.residual_TD = norm_linear(update_TD, self.residual_TD, norm, self._form, weight, bias_O, gelu)
+        out_TO, self.residual_TD = norm_linear(update_TD, self.residual_TD, norms[0], self._form, weight, bias_O, gelu)
         return out_TO
 
     def _normed(self, update_TD: Tensor | None, norm: Tensor | None, update_norm: Tensor | None) -> Tensor:

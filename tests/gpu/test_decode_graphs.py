@@ -21,9 +21,9 @@ pytestmark = pytest.mark.gpu
 _BLOCK_SIZE, _MAX_BLOCKS = 16, 8
 
 
-def _runner(folder: Path, device: torch.device, graphs_up_to: int) -> ModelRunner:
+def _runner(folder: Path, device: torch.device, graphs_up_to: int, dtype: torch.dtype = torch.float32) -> ModelRunner:
     sizes = {"max_model_len": _BLOCK_SIZE * _MAX_BLOCKS, "num_blocks": 16 * _MAX_BLOCKS, "block_size": _BLOCK_SIZE}
-    return one_rank_runner(folder, device, **sizes, graphs_up_to=graphs_up_to)
+    return one_rank_runner(folder, device, **sizes, graphs_up_to=graphs_up_to, dtype=dtype)
 
 
 def _execute(runner: ModelRunner, tokens: Sequence[Sequence[int]], contexts: Sequence[int], num_decode: int) -> Tensor:
@@ -71,24 +71,29 @@ def test_replayed_steps_give_the_models_logits(num_seqs: int, device: torch.devi
 def test_a_step_of_one_row_in_either_form(
     faster: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms and SwiGLU in kernels of their own and in those of products; the faster form is kept, and both are told."""
-    times_s = iter([0.001, 0.002] if faster == "apart" else [0.002, 0.001])
+    """Norms and SwiGLU in kernels of their own and in those of products: the clearly faster form is kept, both times are told.
+
+    Either is as near to float32 as the kernels launched one by one.
+    """
+    seconds = [0.00200, 0.00197 if faster == "apart" else 0.00195]
+    times_s, fused = iter(seconds), list[Tensor]()
     monkeypatch.setattr(decode_graphs, "_time_s", lambda replay: next(times_s))
-    folder, prompt, fused = make_tiny(tmp_path), [[5, 9, 200]], list[Tensor]()
 
     def product(x: Tensor | None, residual: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
         fused.append(residual)
         return norm_linear(x, residual, *given)
 
     monkeypatch.setattr(layer_kernels, "norm_linear", product)
-    replayed = _runner(folder, device, 1)
-    # Two layers have two such products each, once before the capture and once in it; the emulated device replays calls.
-    assert len(fused) == 8 and {len(each) for each in fused} == {1}
-    want = _generated(_runner(folder, torch.device("cpu"), 0), prompt)
-    for got, logits in zip(_generated(replayed, prompt), want, strict=True):
-        torch.testing.assert_close(got, logits, atol=2e-3, rtol=2e-3)
-    apart, together = ("1.00 ms", "2.00 ms") if faster == "apart" else ("2.00 ms", "1.00 ms")
-    assert (
-        replayed.note
-        == f"a step of one row takes {together} with norms and SwiGLU in kernels of products, {apart} apart"
-    )
+    folder = make_tiny(tmp_path)
+    replayed, eager = (_runner(folder, device, num_rows, torch.bfloat16) for num_rows in (1, 0))
+    together = f"{1000 * seconds[1]:.2f} ms with norms and SwiGLU in kernels of products"
+    assert replayed.note == f"a step of one row takes {together}, 2.00 ms apart" and not eager.note
+    assert len(fused) == 8  # two products in each of two layers, once before the capture and once in it
+    assert {len(each) for each in fused} == {1}
+
+    def scored(runner: ModelRunner) -> Tensor:
+        _execute(runner, [[5, 9, 200]], [3], 0)
+        return torch.cat([_execute(runner, [[token]], [context], 1) for context, token in ((4, 7), (5, 80), (6, 300))])
+
+    exact, one_by_one, got = map(scored, (_runner(folder, torch.device("cpu"), 0), eager, replayed))
+    assert float((got - exact).norm()) <= 1.5 * float((one_by_one - exact).norm())

@@ -15,9 +15,9 @@ from tightwire.model.runner import ModelRunner
 
 
 def one_rank_runner(folder: Path, device: torch.device, **options: Any) -> ModelRunner:
-    """In float32; ``options``: of ``RunnerOptions``."""
+    """``options``: of ``RunnerOptions``, whose dtype is float32 by default."""
     checkpoint = open_checkpoint(str(folder))
     group = open_process_group(Topology(0, 1), store=HashStore(), device=device)
     layout = make_layout(checkpoint.config, 1)
-    given = RunnerOptions(dtype=torch.float32, **options)
+    given = RunnerOptions(**{"dtype": torch.float32, **options})
     return build_runner(checkpoint.config, checkpoint.reader(), layout, RankGroups(group), given)
