@@ -18,8 +18,6 @@ _PLACES = tl.constexpr(
     512
 )  # numbers of a row at a time: 16 bytes for each thread of two warps, eight times for 16 outputs
 _STAGES = tl.constexpr(3)  # one iteration is multiplied while copies of the next are under way, 16 KB for each program
-_OUTPUTS = (16, 8, 4)  # of a program: the first of these with which there are enough programs for all processors
-_PROGRAMS = 256
 
 
 def norm_linear_row(
@@ -35,7 +33,7 @@ def norm_linear_row(
     num_outputs, size = weight_OD.shape
     out_1O = norm_D.new_empty(1, num_outputs if gelu is None else num_outputs // 2)
     sum_1D = residual_1D if x_1D is None else torch.empty_like(residual_1D)
-    outputs = next((each for each in _OUTPUTS if num_outputs >= each * _PROGRAMS), _OUTPUTS[-1])
+    outputs = next((each for each in (16, 8) if num_outputs >= 256 * each), 4)  # of a program: all processors have some
     given = x_1D, residual_1D, norm_D, weight_OD, bias_O, out_1O, sum_1D, size, num_outputs, weight_OD.stride(0), *form
     launch(_norm_product, -(-num_outputs // outputs), norm_D.device, *given, gelu, outputs)
     return out_1O, sum_1D
