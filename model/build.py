@@ -72,6 +72,7 @@ class RunnerOptions:
     overlap: bool = False  # on CPU, compute one half of a prefill step while the ranks sum the other half
     most_rows: int | None = None  # prefill steps with more rows are computed in parts
     graphs_up_to: int = 0  # on CUDA, capture decode steps of up to this many rows; the same on all ranks
+    fuses: bool = True  # graphs of one row may have norms in kernels of products, if that is faster; then texts may differ between starts
     cuts_head: bool = False  # steps may use a part of the head's rows, so graphs leave the product with it out
     stages: StagePlan | None = None  # that prompts pass; None: all ranks compute prompts together
     parts: Layout | None = None  # in hybrid, of each rank in the layers of its stage
@@ -110,7 +111,8 @@ def build_runner(
         if config.first_layer:
             most = options.graphs_up_to, model.hidden_size
             model.before_TD = torch.zeros(most, dtype=model.residual_dtype, device=replica.device)
-        have_head, gate_up = options.stages is None and not options.cuts_head, weights.layer(0).gate_up
+        have_head = options.stages is None and not options.cuts_head
+        is_plain = isinstance(gate_up := weights.layer(0).gate_up, torch.Tensor) and gate_up.dtype != torch.float32
         graphs = DecodeGraphs(
             (lambda batch: model.logits(model.forward(batch))) if have_head else model.forward,
             have_head=have_head,
@@ -122,7 +124,7 @@ def build_runner(
             capture=cuda_capture(torch.cuda.graph_pool_handle()),
             ledger=replica.ledger,
             has_adapters=adapters is not None,
-            fuses=config.norms == "before" and isinstance(gate_up, torch.Tensor) and gate_up.dtype != torch.float32,
+            fuses=options.fuses and is_plain and config.norms == "before",
         )
     vocab_rows = [each.vocab_rows for each in layout.shards[: replica.world_size]]
     return ModelRunner(

@@ -16,8 +16,10 @@ from tightwire.comm.ledger.ledger import Ledger
 from tightwire.kernels.transfer import overwrite
 from tightwire.model.step import Batch, StepArrays, num_deferred
 
-_TIMED_REPLAYS = 2  # of either form of a step; the first sets the graph up
-_FASTER = 0.98  # more than times differ between two starts: a text's bits depend on the form
+_TIMED_REPLAYS = (
+    6  # of either form of a step, the same on all ranks, whose sums are in them; the first sets the graph up
+)
+_FASTER = 0.98  # of the other form's time: a text's bits depend on the form, so it should not change with each start
 Replay = Callable[[], Tensor]
 # Captures a function's work and returns one that replays it with the current contents of its tensors.
 Capture = Callable[[Callable[[], Tensor]], Replay]
@@ -40,8 +42,8 @@ class DecodeGraphs:
     tensors. A step of B rows uses the next larger graph; the other rows are padding: no context, slot -1, result ignored.
     The plan alone determines the graph, so all ranks use the same one.
 
-    With ``fuses`` there are two forms for one row, and the constructor keeps that with ``Batch.fuses`` if it is clearly faster. Each
-    rank chooses for itself: its part of a sum is the same but for rounding, and the sum is the same on all ranks.
+    With ``fuses`` there are two forms for one row, and the constructor keeps that with ``Batch.fuses`` if it is clearly faster, for
+    all policies. Each rank chooses for itself: its part of a sum is the same but for rounding, and the sum is the same on all ranks.
 
     Cost: about ten milliseconds and a few MB per size and policy; all graphs share one activation pool, also for results.
     """
@@ -72,10 +74,13 @@ class DecodeGraphs:
             for adapted in ((False, True) if has_adapters else (False,))
         }
         if fuses and self._sizes[0] == 1:
-            apart, together = (f"{1000 * time_s:.2f} ms" for time_s in self._graphs[1, 0, False].times_s)
-            self.note = (
-                f"a step of one row takes {together} with norms and SwiGLU in kernels of products, {apart} apart"
-            )
+            graphs = [self._graphs[1, policy, False] for policy in range(num_policies)]
+            apart_s, fused_s = _times_s(graphs[0].forms)
+            is_faster = fused_s < _FASTER * apart_s
+            for graph in graphs:
+                graph.forms = [graph.forms[is_faster]]
+            kept = "in kernels of products" if is_faster else "in their own kernels"
+            self.note = f"one row: norms and SwiGLU {kept}; {1000 * fused_s:.2f} ms a step in those of products, {1000 * apart_s:.2f} in their own"
 
     def fits(self, arrays: StepArrays) -> bool:
         """Return True if a graph covers the step: decode rows only, one per sequence, and few enough, as in the last step."""
@@ -141,14 +146,11 @@ class _Graph:
 
         run(batch)  # compiles kernels and allocates workspaces, which is not allowed during capture
         before = {count[:3]: count for count in ledger.counters.counts()}
-        self._replay = capture(partial(run, batch))
+        self.forms = [capture(partial(run, batch))]
         self._counts = [count.since(before.get(count[:3])) for count in ledger.counters.counts()]
-        self.times_s: list[float] = []  # of the two forms of one row
         if fuses:
             run(fused := replace(batch, fuses=True))
-            forms = self._replay, capture(partial(run, fused))
-            self.times_s = [_time_s(replay) for replay in forms]
-            self._replay = forms[self.times_s[1] < _FASTER * self.times_s[0]]
+            self.forms.append(capture(partial(run, fused)))
 
     def run(self, arrays: StepArrays, chosen_R: Tensor | None) -> Tensor:
         num_rows = len(arrays.token_ids_T)
@@ -168,7 +170,7 @@ class _Graph:
             overwrite(self._batch.block_tables_LBM[:, :num_rows, :width], self._copied_LBM)
         if chosen_R is not None:
             self._chosen[: len(chosen_R)] = chosen_R
-        rows_TX = self._replay()
+        rows_TX = self.forms[0]()
         self._ledger.add_replayed(self._counts)
         return rows_TX
 
@@ -178,16 +180,17 @@ class _Graph:
             field[first:] = padding
 
 
-def _time_s(replay: Replay) -> float:
-    """Seconds of the fastest of some replays, as many on all ranks, whose sums are in them."""
-    times_s: list[float] = []
-    for _ in range(_TIMED_REPLAYS):
-        torch.cuda.synchronize()
-        start_s = time.perf_counter()
-        replay()
-        torch.cuda.synchronize()
-        times_s.append(time.perf_counter() - start_s)
-    return min(times_s)
+def _times_s(forms: Sequence[Replay]) -> list[float]:
+    """Seconds of the fastest of a few replays of each form, in turn."""
+    times_s = [[0.0] * len(forms) for _ in range(_TIMED_REPLAYS)]
+    for taken_s in times_s:
+        for number, replay in enumerate(forms):
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            replay()
+            torch.cuda.synchronize()
+            taken_s[number] = time.perf_counter() - start_s
+    return [min(each) for each in zip(*times_s[1:], strict=True)]
 
 
 def cuda_capture(pool: Any) -> Capture:

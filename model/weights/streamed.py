@@ -54,7 +54,9 @@ class StreamedWeights(WeightSource):
         self._order = [layer for layer in range(len(plain)) if layer not in resident]
         if (num := len(self._order)) <= NUM_BUFFERS:
             raise ValueError(f"the {NUM_BUFFERS} buffers hold all {num} streamed layers; keep them resident")
-        self.spans = _spans(len(plain), resident)
+        # Consecutive resident layers are a span, and each streamed layer is one.
+        starts = [layer for layer in range(len(plain)) if not {layer - 1, layer} <= resident.keys()]
+        self.spans = tuple(range(start, stop) for start, stop in pairwise((*starts, len(plain))))
         self.fetcher = LayerFetcher(store, plain, self._order, device)
         self.store, self.pool = store, self.fetcher.pool
         self.start, self.close = self.fetcher.start, self.fetcher.close
@@ -95,12 +97,6 @@ class StreamedWeights(WeightSource):
         self._late_s += late_s
         self._waited_s += time.perf_counter() - start_s - late_s
         return buffer
-
-
-def _spans(num_layers: int, resident: Mapping[int, LayerWeights]) -> tuple[range, ...]:
-    """Return spans of consecutive resident layers, and a span of one for each streamed layer."""
-    starts = [layer for layer in range(num_layers) if not {layer - 1, layer} <= resident.keys()]
-    return tuple(range(start, stop) for start, stop in pairwise((*starts, num_layers)))
 
 
 # Gloo cannot interrupt a wait before its deadline, so ``close`` does not wait longer than this for a thread.

@@ -310,6 +310,7 @@ class OneRank:
                 weight_plan=plan,
                 fetch_timeout_s=math.inf,  # a gather has its own
                 graphs_up_to=limits.max_num_seqs,
+                fuses=False,  # a run that goes on has the bits of one that was not stopped
                 adapters=AdapterRoom(NUM_VERSIONS, start.lora.rank) if start.lora else None,
             ),
         )

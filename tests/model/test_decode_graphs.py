@@ -1,6 +1,7 @@
 """Padding, inputs and counts of replayed steps; a replay here runs the captured function again."""
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from helpers.model.device_work import DeviceWork
 from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Ledger
+from tightwire.model import decode_graphs
 from tightwire.model.decode_graphs import DecodeGraphs, Replay, graph_sizes
 from tightwire.model.step import Batch, StepArrays
 
@@ -40,7 +42,7 @@ def make_graphs(
     *,
     num_groups: int = 1,
     max_blocks: int = _MAX_BLOCKS,
-    has_adapters: bool = False,
+    **options: bool,
 ) -> DecodeGraphs:
     def capture(run: Callable[[], Tensor]) -> Replay:
         run()
@@ -60,7 +62,7 @@ def make_graphs(
         device=torch.device("cpu"),
         capture=capture,
         ledger=model.ledger,
-        has_adapters=has_adapters,
+        **options,
     )
 
 
@@ -265,3 +267,48 @@ def test_a_replays_collectives_are_counted_with_its_padding() -> None:
 )
 def test_sizes(max_num_seqs: int, sizes: tuple[int, ...]) -> None:
     assert graph_sizes(max_num_seqs) == sizes
+
+
+@pytest.mark.parametrize(("seconds", "is_faster"), [(1.97, False), (1.95, True)])
+def test_the_clearly_faster_form_of_one_row_is_kept(
+    seconds: float, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all policies, and for one row without an adapter alone."""
+
+    class Forms(Model):
+        def forward(self, batch: Batch) -> Tensor:
+            return super().forward(batch) + 10_000 * batch.fuses
+
+    timed = list[int]()
+    monkeypatch.setattr(decode_graphs, "_times_s", lambda forms: (timed.append(len(forms)), [2.0, seconds])[1])
+    graphs = make_graphs(Forms(), num_policies=2, has_adapters=True, fuses=True)
+    assert timed == [2]
+    kept = "in kernels of products" if is_faster else "in their own kernels"
+    told = f"{1000 * seconds:.2f} ms a step in those of products, 2000.00 in their own"
+    assert graphs.note == f"one row: norms and SwiGLU {kept}; {told}"
+    for num_rows, adapters_T in itertools.product((1, 2), (None, np.zeros(2, np.int32))):
+        arrays = replace(step(num_rows), adapters_T=None if adapters_T is None else adapters_T[:num_rows])
+        for policy in (0, 1):
+            fused = 10_000 * (is_faster and num_rows == 1 and adapters_T is None)
+            assert torch.equal(graphs.run(arrays, policy)[:, : 4 + 3], wanted(arrays, policy) + fused)
+    without = make_graphs(Forms(), sizes=(2, 4), fuses=True)
+    assert not without.note and len(timed) == 1
+
+
+def test_a_forms_time_is_that_of_its_fastest_replay_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are replayed in turn, so neither has the device when it is warmer."""
+    now_s, order, lengths = 0.0, list[int](), ([0.5, 4, 3, 2, 5, 6], [9, 7, 8, 9, 9, 1])
+
+    def form(number: int) -> Replay:
+        def replay() -> Tensor:
+            nonlocal now_s
+            now_s += lengths[number][order.count(number)]
+            order.append(number)
+            return torch.empty(0)
+
+        return replay
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(decode_graphs.time, "perf_counter", lambda: now_s)
+    assert decode_graphs._times_s([form(0), form(1)]) == [2, 1]
+    assert order == [0, 1] * 6

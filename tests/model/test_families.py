@@ -1,8 +1,10 @@
 """Each family of the table answers as transformers does, on one rank and split, from a folder and from a .gguf."""
 
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tightwire.comm.group.group import in_process_groups
+from tightwire.kernels.layer_ops import norm_linear
+from tightwire.model import decoder, layer_kernels
 from tightwire.model.checkpoint.hf_config import config_from_hf, config_to_hf
 from tightwire.model.families import FAMILIES, family_named
 from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, prepare
+from tightwire.model.runner import ModelRunner
+from tightwire.model.step import Batch
 from tightwire.model.weights import WeightPlan
 
 _NUM_TOKENS = 6  # after the prompt
@@ -107,6 +113,41 @@ def test_generated_rows_have_the_bits_of_prompt_rows_and_of_streamed_layers(
     else:
         bound = 16 * torch.finfo(dtype).eps * want.abs().max()
         assert (by_program - want).abs().max() < bound and (one_by_one - want).abs().max() < bound
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("family", [*(each.names.name for each in FAMILIES), "Llama with biases"])
+def test_norms_in_kernels_of_products(
+    family: str, kv_dtype: torch.dtype, folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a replayed step of one row on a GPU may compute them; keys with a bias are cached without it in 8 bits."""
+    make_batch, num_calls = ModelRunner._batch, 0
+
+    def fusing(*given: Any) -> Batch:
+        batch = make_batch(*given)
+        return replace(batch, fuses=len(batch.token_ids_T) == 1)
+
+    def product(*given: Any) -> tuple[Tensor, Tensor]:
+        nonlocal num_calls
+        num_calls += 1
+        return norm_linear(*given)
+
+    if family.startswith("Llama with"):
+        folder = make_family_folder(family_named("Llama"), tmp_path, mlp_bias=True, attention_bias=True)
+    else:
+        folder = folders(family)
+    given = in_process_groups(1)[0], str(folder), list(range(3, 3 + PROMPT + _NUM_TOKENS))
+    want = rank_logits(*given, kv_dtype=kv_dtype)
+    monkeypatch.setattr(ModelRunner, "_batch", fusing)
+    monkeypatch.setattr(decoder, "available", lambda: False)
+    monkeypatch.setattr(layer_kernels, "norm_linear", product)
+    got = rank_logits(*given, kv_dtype=kv_dtype)
+    assert want is not None and got is not None
+    # A code of a cache in 8 bits may be the next one.
+    assert (got - want).norm() < (1e-5 if kv_dtype == torch.float32 else 1e-3) * want.norm()
+    config = open_checkpoint(str(folder)).config
+    num_products = {"before": 2 * config.num_layers, "both": 1, "after": 0}  # nothing is added before the first layer
+    assert num_calls == _NUM_TOKENS * num_products[config.norms]
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma 3", "OLMo 2"])

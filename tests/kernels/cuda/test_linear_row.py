@@ -27,7 +27,7 @@ def _check(group: Group | None, sizes: Sequence[tuple[int, int]] = _SIZES) -> No
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for (num_outputs, size), (adds, gelu) in zip(sizes, kinds, strict=False):
             sum_dtype = torch.float32 if gelu else dtype
-            form = NormForm(1e-5, 1.0 if gelu else 0.0, 0.5 if gelu is None else 1.0)
+            form = NormForm(0.5, 1.0 if gelu else 0.0, 0.5 if gelu is None else 1.0)
             residual, norm = drawn(1, size).to(sum_dtype), drawn(size).to(dtype)
             x = drawn(1, size).to(sum_dtype) if adds else None
             padded = drawn(num_outputs, size + 8).to(dtype)
@@ -67,7 +67,9 @@ def test_more_rows_are_refused() -> None:
     from tightwire.kernels.layer_ops import norm_linear
 
     x, weight = torch.ones(2, 8), torch.ones(4, 8)
-    with pytest.raises(ValueError, match="one row, got 2"):
+    with pytest.raises(ValueError, match="one row, and gates in pairs; got 2 and 4"):
         norm_linear(None, x, x[0], NormForm(1e-5), weight)
+    with pytest.raises(ValueError, match="got 1 and 3"):
+        norm_linear(None, x[:1], x[0], NormForm(1e-5), weight[:3], gelu=False)
     got, total = norm_linear(None, x[:1], x[0], NormForm(0.0), weight)
     assert torch.equal(got, torch.full((1, 4), 8.0)) and torch.equal(total, x[:1])
