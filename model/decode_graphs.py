@@ -112,8 +112,7 @@ class _Graph:
         ledger: Ledger,
     ) -> None:
         """``kind``: the number of rows, the policy, and True if rows have adapters. ``fuses``: try both forms. ``most``: groups, blocks, chosen tokens."""
-        size, policy, adapted = kind
-        num_groups, max_blocks, most_chosen = most
+        (size, policy, adapted), (num_groups, max_blocks, most_chosen) = kind, most
         self._size, self._ledger = size, ledger
         lengths = [size * width for width in (1, 1, 1, num_groups, 1, 1)]
         self._host = torch.zeros(sum(lengths), dtype=torch.int32)
