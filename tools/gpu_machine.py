@@ -127,6 +127,7 @@ class Machine:
         with path.open("ab") as log_file, (into or path).open("wb" if into else "ab") as out:
             log_file.write(f"\n$ {' '.join(command)}\n".encode())
             log_file.flush()
+            start = log_file.tell()  # not later: the child moves this place with what it writes
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -137,7 +138,7 @@ class Machine:
                 start_new_session=True,
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call
             )
-            return child, log_file.tell()
+            return child, start
 
     def _written(self, start: int, log: Path | None = None) -> str:
         with (log or self.log).open("rb") as log_file:

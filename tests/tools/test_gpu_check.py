@@ -48,6 +48,17 @@ def _raises(error: Exception) -> Any:
     return run
 
 
+def test_what_a_command_writes_is_kept_though_it_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    with pytest.raises(CommandError, match="no memory"):
+        Machine(tmp_path).run(("sh", "-c", "echo no memory >&2; exit 1"))
+
+
 def test_stages_after_a_failure_run_and_results_are_written_as_it_goes(tmp_path: Path) -> None:
     known: list[list[str]] = []
 
