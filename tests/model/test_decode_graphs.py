@@ -281,8 +281,10 @@ def test_the_clearly_faster_form_of_one_row_is_kept(
 
     timed = list[int]()
     monkeypatch.setattr(decode_graphs, "_times_s", lambda forms: (timed.append(len(forms)), [2.0, seconds])[1])
-    graphs = make_graphs(Forms(), num_policies=2, has_adapters=True, fuses=True)
+    model = Forms()
+    graphs = make_graphs(model, num_policies=2, has_adapters=True, fuses=True)
     assert timed == [2]
+    assert {(len(each.token_ids_T), each.adapters_T) for each in model.batches if each.fuses} == {(1, None)}
     kept = "in kernels of products" if is_faster else "in their own kernels"
     told = f"{1000 * seconds:.2f} ms a step in those of products, 2000.00 in their own"
     assert graphs.note == f"one row: norms and SwiGLU {kept}; {told}"
