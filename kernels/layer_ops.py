@@ -64,7 +64,8 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """``norm_linear_reference`` of one row, on a GPU in one kernel; the order of its sums differs. Cost: the bytes of the weights."""
     if len(residual_1D) != 1 or (gelu is not None and weight_OD.shape[0] % 2):
-        raise ValueError(f"norm_linear takes one row, and gates in pairs; got {len(residual_1D)} and {len(weight_OD)}")
+        given = f"{len(residual_1D)} and {len(weight_OD)}"
+        raise ValueError(f"norm_linear takes one row, and with gates an even number of outputs; got {given}")
     check_norm(residual_1D if x_1D is None else x_1D, residual_1D, norm_D)
     check_linear(norm_D[None], weight_OD, bias_O)
     if not residual_1D.is_cuda:

@@ -145,7 +145,7 @@ class _Graph:
 
         run(batch)  # compiles kernels and allocates workspaces, which is not allowed during capture
         before = {count[:3]: count for count in ledger.counters.counts()}
-        self.forms = [capture(partial(run, batch))]
+        self.forms = [capture(partial(run, batch))]  # the first is replayed
         self._counts = [count.since(before.get(count[:3])) for count in ledger.counters.counts()]
         if fuses:
             run(fused := replace(batch, fuses=True))

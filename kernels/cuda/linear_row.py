@@ -14,9 +14,8 @@ from tightwire.kernels.cuda.layer_ops import activated
 from tightwire.kernels.cuda.numbers import load_operand, narrowed, raw, widened
 from tightwire.kernels.spec.layer_ops import NormForm
 
-_PLACES = tl.constexpr(
-    512
-)  # numbers of a row at a time: 16 bytes for each thread of two warps, eight times for 16 outputs
+# Numbers of a row at a time: 16 bytes for each thread of two warps, and with 16 outputs eight times that.
+_PLACES = tl.constexpr(512)
 _STAGES = tl.constexpr(3)  # one iteration is multiplied while copies of the next are under way, 16 KB for each program
 
 
@@ -59,7 +58,7 @@ def _norm_product(
 ):
     output_O = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     kept_O = output_O < num_outputs
-    # A gate and its factor follow each other.
+    # A gate and its factor are neighbours, so that one program has both.
     row_O = output_O if GELU is None else output_O // 2 + output_O % 2 * (num_outputs // 2)
     rows_O1 = (row_O.to(tl.int64) * row_stride)[:, None]
     sum_OP = tl.zeros((OUTPUTS, _PLACES), tl.float32)

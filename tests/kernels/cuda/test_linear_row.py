@@ -70,7 +70,7 @@ def test_more_rows_are_refused() -> None:
     from tightwire.kernels.layer_ops import norm_linear
 
     x, weight = torch.ones(2, 8), torch.ones(4, 8)
-    with pytest.raises(ValueError, match="one row, and gates in pairs; got 2 and 4"):
+    with pytest.raises(ValueError, match="one row, and with gates an even number of outputs; got 2 and 4"):
         norm_linear(None, x, x[0], NormForm(1e-5), weight)
     with pytest.raises(ValueError, match="got 1 and 3"):
         norm_linear(None, x[:1], x[0], NormForm(1e-5), weight[:3], gelu=False)
