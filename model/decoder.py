@@ -63,7 +63,6 @@ class Llama:
         # Dtype of partial sums and residual. In 16 bits, rounding the residual costs the most accuracy.
         self.residual_dtype = torch.float32 if on_cpu else parallel.sum_dtype or cache.dtype
         # By policy and layer: the sums after attention and after the MLP.
-        self.num_policies = parallel.num_policies
         layers = range(config.first_layer, config.first_layer + config.num_layers)
         self._sums = [
             [[parallel.row_sums(site, layer, policy) for site in ("o_proj", "down_proj")] for layer in layers]

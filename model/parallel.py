@@ -95,11 +95,10 @@ class TensorParallel:
         embedding_sum = self._embedding_sums[policy]
         if embedding_sum is None:
             return embedding(token_ids_T, local_table_VD, dtype)
-        sum_dtype = self.sum_dtype or dtype
         rows = self.shard.vocab_rows
         mine_T = (token_ids_T >= rows.start) & (token_ids_T < rows.stop)
         local_ids_T = torch.where(mine_T, token_ids_T - rows.start, 0)
-        local_TD = embedding(local_ids_T, local_table_VD, sum_dtype).mul_(mine_T.unsqueeze(-1))
+        local_TD = embedding(local_ids_T, local_table_VD, self.sum_dtype or dtype).mul_(mine_T.unsqueeze(-1))
         return embedding_sum(local_TD, phase, "embed").to(dtype)
 
     @torch.inference_mode()

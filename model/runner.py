@@ -1,6 +1,5 @@
 """Runs step plans on one rank's model and chooses their tokens."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +14,7 @@ from tightwire.model.decoder import Llama
 from tightwire.model.parallel import ChoiceGather
 from tightwire.model.prompt_stages import Chunk, Passage, PromptStages
 from tightwire.model.sampling.choose import TokenChooser
-from tightwire.model.step import (
-    Batch,
-    StepArrays,
-    StepPlan,
-    cut,
-    cut_row,
-    cut_up,
-    ints,
-    num_deferred,
-    resolve_deferred,
-    split_prompts,
-)
+from tightwire.model.step import Batch, StepArrays, StepPlan, ints, num_deferred, resolve_deferred, split, split_prompts
 
 
 class ModelRunner:
@@ -53,8 +41,7 @@ class ModelRunner:
             stages: prompts pass them, or with ``Passage`` all rows; None: all ranks compute prompts together.
             lockstep: all replicas stream weights together, so a replica with an empty plan fetches the layers too.
         """
-        self._model, self._chooser, self._graphs, self._lane = model, chooser, graphs, lane
-        self._most_rows = most_rows
+        self._model, self._chooser, self._graphs, self._lane, self._most_rows = model, chooser, graphs, lane, most_rows
         self.weights, self.cache, self.adapters = model.weights, model.cache, model.adapters
         self.choice_gather, self.lockstep, self.stages = choice_gather, lockstep, stages
         self._device = model.cache.device
@@ -121,9 +108,11 @@ class ModelRunner:
         chosen_R = self._model.parallel.last_chosen(chosen_R, num_chosen, plan.phase) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
             return self._graphs.run(arrays, plan.policy, chosen_R), self._graphs.have_head
-        policy = plan.policy % self._model.num_policies  # later ones are these again, with prompts in another way
+        policy = (
+            plan.policy % self._model.parallel.num_policies
+        )  # later ones are these again, with prompts in another way
         parts, first, rows_R = [], 0, ints(plan.logit_rows)
-        for part in self._parts(arrays):
+        for part in split(arrays, most_rows=self._most_rows, halve=self._lane is not None):
             own_R = rows_R[(rows_R >= first) & (rows_R < first + len(part.token_ids_T))] - first
             parts.append(self._batch(part, policy, chosen_R, own_R))
             first += len(part.token_ids_T)
@@ -170,21 +159,9 @@ class ModelRunner:
         passage.send_on(hidden_TD)
         return hidden_TD if passage.is_last else None
 
-    def _parts(self, arrays: StepArrays) -> Sequence[StepArrays]:
-        """Return the step, or its parts: of at most ``most_rows`` rows, or two halves for the lane."""
-        num_rows, num_decode_rows = len(arrays.token_ids_T), arrays.num_decode_rows
-        if self._most_rows is not None and num_rows > max(self._most_rows, num_decode_rows):
-            return cut_up(arrays, self._most_rows)
-        if self._lane is not None and (row := cut_row(num_rows, num_decode_rows)):
-            return cut(arrays, row)
-        return [arrays]
-
     def _batch(self, arrays: StepArrays, policy: int, chosen_R: Tensor | None, needed_R: np.ndarray | None) -> Batch:
-        tensors: dict[str, Any] = {
-            name: self._to_device(array)
-            for name in arrays.__slots__
-            if isinstance(array := getattr(arrays, name), np.ndarray)
-        }
+        fields = {name: getattr(arrays, name) for name in arrays.__slots__}
+        tensors: dict[str, Any] = {k: self._to_device(x) for k, x in fields.items() if isinstance(x, np.ndarray)}
         if chosen_R is not None:
             tensors["token_ids_T"] = resolve_deferred(tensors["token_ids_T"], chosen_R)
         needed = None

@@ -182,6 +182,14 @@ def cut_up(step: StepArrays, most_rows: int) -> list[StepArrays]:
     return [*parts, step]
 
 
+def split(step: StepArrays, *, most_rows: int | None, halve: bool) -> Sequence[StepArrays]:
+    """Return the step, or its parts: of at most ``most_rows`` rows, or else two halves if asked for, see ``cut_row``."""
+    parts = [step] if most_rows is None else cut_up(step, most_rows)
+    if halve and len(parts) == 1 and (row := cut_row(len(step.token_ids_T), step.num_decode_rows)):
+        return cut(step, row)
+    return parts
+
+
 def split_prompts(step: StepArrays) -> tuple[StepArrays | None, StepArrays | None]:
     """Return the decode rows and the prompt rows of a step; None for either that it has not."""
     num_decode = step.num_decode_rows
