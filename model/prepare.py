@@ -28,14 +28,7 @@ from tightwire.model.weights.formats import WeightFormats, choose_formats, split
 from tightwire.model.weights.load import CheckpointStore
 from tightwire.model.weights.packed_layer import PackedModel, pack_model
 from tightwire.model.weights.prepared.folder import find_damage
-from tightwire.model.weights.prepared.manifest import (
-    MANIFEST,
-    Manifest,
-    RankFile,
-    cuts_of,
-    rank_file_name,
-    write_manifest,
-)
+from tightwire.model.weights.prepared.manifest import MANIFEST, Manifest, RankFile, cuts_of, file_name, write_manifest
 from tightwire.model.weights.residency import check_codec
 from tightwire.sizes import disk_shortage
 from tightwire.whole_folder import whole_folder
@@ -149,7 +142,7 @@ def _write_ranks(job: _Job, folder: Path, files: dict[str, str], progress: Progr
     num_plain_bytes = sum(layer.num_bytes for rank in job.ranks for layer in (rank.outer, *rank.plain))
     moved = _meter("prepare", num_plain_bytes + job.num_bytes, progress)
     with ExitStack() as stack, torch.inference_mode():
-        paths = [folder / rank_file_name(rank, tp) for rank in range(tp)]
+        paths = [folder / file_name(rank, tp) for rank in range(tp)]
         writers = [stack.enter_context(closing(LargeFileWriter(path))) for path in paths]
         stores = [CheckpointStore(job.reader, config, *each) for each in zip(shards, job.ranks, strict=True)]
         both = list(zip(writers, stores, strict=True))

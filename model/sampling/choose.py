@@ -19,18 +19,9 @@ from torch import Tensor
 
 from tightwire.kernels.best_number import best_keys, keys_of
 from tightwire.kernels.transfer import upload
-from tightwire.model.sampling.draw import (
-    FRONT,
-    ROWS_AT_ONCE,
-    WEIGHT,
-    front_of_sorted,
-    logits_and_ids,
-    scores_of,
-    steps_of,
-    top_keys,
-)
+from tightwire.model.sampling.draw import WEIGHT, front_of_sorted, logits_and_ids, scores_of, steps_of, top_keys
 from tightwire.model.sampling.host_draw import HostDraw
-from tightwire.model.sampling.logprobs import Gather, score_tokens
+from tightwire.model.sampling.logprobs import ROWS_AT_ONCE, Gather, score_tokens
 from tightwire.model.sampling.rows import Column, Kind, SampleRows, unpacked_edits
 
 
@@ -191,7 +182,7 @@ class TokenChooser:
         masses_RC = torch.stack(list(gather(masses_RC))).sum(0)
         dropped_RC = ~group.keeps(masses_RC[:, :-1], masses_RC[:, -1:])
         place_R1 = dropped_RC.long().cumprod(1).sum(1, keepdim=True)
-        return front_RC.gather(1, place_R1.clamp_(max=FRONT - 1))[:, 0]
+        return front_RC.gather(1, place_R1.clamp_(max=front_RC.shape[1] - 1))[:, 0]
 
     def _masses(self, group: "_Group", front_RC: Tensor, best_R1: Tensor) -> Tensor:
         """Return (R, FRONT + 1) int64: of this rank's columns, the mass of the tokens before each of the front, and of all."""

@@ -28,7 +28,6 @@ MAX_VOCAB_SIZE = 1 << 20  # sums of weights of 40 bits stay below 2^63
 FRONT = 32
 
 WEIGHT = 2.0**40  # of the best token
-ROWS_AT_ONCE = 64  # of a GPU's large temporaries
 NO_TOKEN = int(keys_of(torch.tensor(-torch.inf), torch.tensor(MAX_ID)))
 GOLDEN, FIRST, SECOND = (
     (factor ^ 1 << 63) - (1 << 63) for factor in (0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)

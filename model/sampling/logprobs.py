@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.best_number import MAX_ID, keys_of
-from tightwire.model.sampling.draw import ROWS_AT_ONCE, largest_keys, logits_and_ids, padded, top_keys
+from tightwire.model.sampling.draw import largest_keys, logits_and_ids, padded, top_keys
 from tightwire.model.sampling.parameters import TokenScore
 
 Gather = Callable[[Tensor], Sequence[Tensor]]  # all ranks' tensors, of one shape, in rank order
+ROWS_AT_ONCE = 64  # of a GPU's large temporaries
 
 
 def score_tokens(

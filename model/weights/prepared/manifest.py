@@ -56,7 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return sum(rank.num_bytes for rank in self.ranks)
 
     def rank_path(self, folder: Path, rank: int) -> Path:
-        return folder / rank_file_name(rank, self.tp)
+        return folder / file_name(rank, self.tp)
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ class _Envelope(msgspec.Struct, frozen=True):
     prepared: msgspec.Raw
 
 
-def rank_file_name(rank: int, tp: int) -> str:
+def file_name(rank: int, tp: int) -> str:
     return f"rank-{rank}-of-{tp}.weights"
 
 
