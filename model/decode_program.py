@@ -221,16 +221,10 @@ class DecodeProgram:
 
     def _make_buffers(self, num_rows: int) -> None:
         config, shard = self._config, self._shard
-        head_dim, num_heads, num_kv_heads = config.head_dim, shard.local_heads, shard.local_kv_heads
+        query, kv = shard.local_heads * config.head_dim, shard.local_kv_heads * config.head_dim
         mlp_size = len(shard.mlp_columns)
-        widths = {
-            "normed": config.hidden_size,
-            "qkv": (num_heads + 2 * num_kv_heads) * head_dim,
-            "rotated": num_heads * head_dim,
-            "mixed": num_heads * head_dim,
-            "gate_up": 2 * mlp_size,
-            "gated": mlp_size,
-        }
+        widths = {"normed": config.hidden_size, "qkv": query + 2 * kv, "rotated": query, "mixed": query}
+        widths |= {"gate_up": 2 * mlp_size, "gated": mlp_size}
         self._buffers = {name: torch.empty(num_rows, width, dtype=self._cache.dtype) for name, width in widths.items()}
         self._buffers["partial"] = torch.empty(num_rows, config.hidden_size)
         for name, buffer in self._buffers.items():

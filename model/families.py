@@ -173,12 +173,7 @@ FAMILIES: tuple[Family, ...] = (
         keys={**_GEMMA_KEYS, "local_rope_theta": Key("rope_local_base_freq", "rope.freq_base_swa")},
         fixed={**_GEMMA, "qk_norm": "heads"},
         gguf_fixed={"score_scale": partial(_gemma_scale, 62), "local_rope_theta": lambda fields: 10000.0},
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0,
-            "max_position_embeddings": 131072,
-        },
+        defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072},
         full_every=6,
     ),
 )

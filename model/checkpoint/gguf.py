@@ -53,14 +53,10 @@ class GgufFile:
             )
         self.tensors: dict[str, GgufTensor] = {}
         headers = [self._read_part(part, len(parts)) for part in parts]
-        self._header = headers[0]
+        self.get = headers[0].get
         stated = self.get("split.tensors.count")
         if stated is not None and stated != len(self.tensors):
             raise ModelError(f"{self.path}: its parts have {len(self.tensors)} tensors, and it states {stated}")
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return a scalar, a string, or an array as a list; ``default`` if the key is absent."""
-        return self._header.get(key, default)
 
     @property
     def arch(self) -> str:

@@ -19,12 +19,8 @@ RANDOM = "random:"
 _REPO_ID = re.compile(r"(\w[\w.-]{,95}/[\w.-]{1,96})(?::([\w.-]+))?")
 _LLAMA3 = {"num_kv_heads": 8, "vocab_size": 128256, "rope_theta": 500000.0, "norm_eps": 1e-5}
 _SHORT = {"head_dim": 128, "max_positions": 8192, **_LLAMA3}
-_LONG = {
-    "max_positions": 131072,
-    "tied_embeddings": True,
-    "rope_scaling": RopeScaling(kind="llama3", factor=32.0),
-    **_LLAMA3,
-}
+_ROPE = RopeScaling(kind="llama3", factor=32.0)
+_LONG = {"max_positions": 131072, "tied_embeddings": True, "rope_scaling": _ROPE, **_LLAMA3}
 # The shapes of the released models.
 RANDOM_SHAPES = {
     "llama-3.2-1b": LlamaConfig(num_layers=16, hidden_size=2048, num_heads=32, head_dim=64, mlp_size=8192, **_LONG),

@@ -4,7 +4,7 @@ import contextlib
 import glob
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from tightwire.model.checkpoint.catalog import CATALOG
 from tightwire.model.checkpoint.errors import ModelError
@@ -62,10 +62,8 @@ def _ggufs(repo_id: str) -> list[str]:
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
         if not names:
             raise ConnectionError from error
-    models = [
-        name for name in names if name.lower().endswith(".gguf") and "mmproj" not in PurePosixPath(name).name.lower()
-    ]
-    return sorted({str(split_parts(Path(name))[0]) for name in models})
+    paths = [Path(name) for name in names if name.lower().endswith(".gguf")]
+    return sorted({str(split_parts(path)[0]) for path in paths if "mmproj" not in path.name.lower()})
 
 
 def _quantization_of(name: str) -> str:

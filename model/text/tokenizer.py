@@ -175,12 +175,8 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return ``bos_token`` and similar tokens; older folders have them in a separate file."""
     older = folder / "special_tokens_map.json"
     values = {**(read_json(older) if older.is_file() else {}), **config}
-    tokens: dict[str, str] = {}
-    for key, value in values.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            tokens[key] = text
-    return tokens
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)}
 
 
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the last message; the space shows whether a template trims
