@@ -108,9 +108,8 @@ class ModelRunner:
         chosen_R = self._model.parallel.last_chosen(chosen_R, num_chosen, plan.phase) if num_chosen else None
         if self._graphs is not None and self._graphs.fits(arrays):
             return self._graphs.run(arrays, plan.policy, chosen_R), self._graphs.have_head
-        policy = (
-            plan.policy % self._model.parallel.num_policies
-        )  # later ones are these again, with prompts in another way
+        # Later policies are the first ones again, with prompts in another way.
+        policy = plan.policy % self._model.parallel.num_policies
         parts, first, rows_R = [], 0, ints(plan.logit_rows)
         for part in split(arrays, most_rows=self._most_rows, halve=self._lane is not None):
             own_R = rows_R[(rows_R >= first) & (rows_R < first + len(part.token_ids_T))] - first
