@@ -15,7 +15,7 @@ from tightwire.kernels.cpu.attention import Tiles, cut_into_tiles
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import useful_threads, weight_parts
 from tightwire.kernels.cpu.lora import native_site
-from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, run_on_items
+from tightwire.kernels.cpu.run import CACHE_KIND, FLOAT32, NUMBER_KIND, run_on_items
 from tightwire.kernels.layer_ops import check_slots
 from tightwire.kernels.spec.attention import LOG2_E
 from tightwire.kernels.spec.lora import AdapterRows
@@ -63,34 +63,24 @@ class DecodeProgram:
         # Kept alive: the program holds their addresses.
         self._step: tuple[Batch, Tiles] | None = None
         self._adapted: tuple[AdapterRows, Tensor] | None = None
-        groups = shard.head_groups(config.heads_per_kv_head)
+        kind, half = NUMBER_KIND[cache.dtype], angles[0][0].shape[1]
+        heads = {"num_heads": shard.local_heads, "num_kv_heads": shard.local_kv_heads, "head_dim": config.head_dim}
+        blocks = {"cache_block_stride": cache.block_stride_bytes, "tokens_per_block": cache.block_size}
+        common = {**heads, **blocks, "kind": kind, "cache_kind": CACHE_KIND[cache.kv_dtype]}
+        head_norms = {"whole": config.qk_norm == "projection", "eps": self._form.eps, "offset": self._form.offset}
+        groups = shard.head_groups(config.heads_per_kv_head)._asdict()
+        scores = {"scale_log2": config.scale * LOG2_E, "cap_log2": config.score_cap * LOG2_E}
+        norm = {**self._form._asdict(), "size": config.hidden_size, "kind": kind, "sum_kind": FLOAT32}
         self._program: Any = struct(
             "tw_decode_program",
             {
                 "layers": self._layers,
                 "phases": ffi.cast("tw_phase *", self._phases.data_ptr()),
-                "hidden_size": config.hidden_size,
-                "num_heads": shard.local_heads,
-                "num_kv_heads": shard.local_kv_heads,
-                "heads_per_kv_head": groups.heads_per_kv_head,
-                "skipped_heads": groups.skipped_heads,
-                "head_dim": config.head_dim,
-                "mlp_size": len(shard.mlp_columns),
-                "kind": NUMBER_KIND[cache.dtype],
-                "sum_kind": NUMBER_KIND[torch.float32],
-                "cache_kind": CACHE_KIND[cache.kv_dtype],
-                "half": angles[0][0].shape[1],
-                "norms_whole": config.qk_norm == "projection",
-                "gelu": config.activation == "gelu_tanh",
-                "eps": config.norm_eps,
-                "scale_log2": config.scale * LOG2_E,
-                "cap_log2": config.score_cap * LOG2_E,
-                "norm_offset": config.norm_offset,
-                "residual_scale": config.residual_scale,
+                "norm": norm,
+                "rotate": {**common, "half": half, "norms": head_norms},
+                "attend": {**common, **groups, **scores, "key_bias": {"half": half}},
+                "swiglu": {"width": len(shard.mlp_columns), "kind": kind, "gelu": config.activation == "gelu_tanh"},
                 "angle_stride": angles[0][0].stride(0) * angles[0][0].element_size(),
-                "num_blocks": cache.num_blocks,
-                "tokens_per_block": cache.block_size,
-                "cache_block_stride": cache.block_stride_bytes,
             },
         )
         for index, (cos_SE, sin_SE) in enumerate(angles):
@@ -105,7 +95,7 @@ class DecodeProgram:
 
         Raises ValueError: a position, slot, length or block is invalid.
         """
-        program, num_rows = self._program, len(residual_TD)
+        program, attend, num_rows = self._program, self._program.attend, len(residual_TD)
         if num_rows > len(self._partial_TD):
             self._make_buffers(num_rows)
         _check_rows("the embeddings", residual_TD, self._partial_TD[:num_rows])
@@ -122,12 +112,12 @@ class DecodeProgram:
         program.residual = residual_TD.data_ptr()
         program.positions = batch.positions_T.data_ptr()
         program.slots, program.group_slots_stride = batch.slots_LT.data_ptr(), batch.slots_LT.stride(0) * 4
-        program.query_start = batch.query_start_B1.data_ptr()
-        program.context_lens = batch.context_lens_B.data_ptr()
+        attend.query_start = batch.query_start_B1.data_ptr()
+        attend.context_lens = batch.context_lens_B.data_ptr()
         tables_LBM = batch.block_tables_LBM
-        program.block_table = tables_LBM.data_ptr()
-        program.group_table_stride, program.table_stride = tables_LBM.stride(0) * 4, tables_LBM.stride(1) * 4
-        program.tiles = tiles.tiles_W3.data_ptr()
+        attend.block_table = tables_LBM.data_ptr()
+        program.group_table_stride, attend.table_stride = tables_LBM.stride(0) * 4, tables_LBM.stride(1) * 4
+        attend.tiles = tiles.tiles_W3.data_ptr()
         program.num_tiles = tiles.num_tiles
         if batch.adapters_T is not None:
             self._begin_adapters(batch.adapters_T)

@@ -36,23 +36,10 @@ void run_phase(tw_phase *phase, int64_t num_items, auto work) {
 
 // normed = rms_norm(residual); with an update, residual += update first, which may have a norm of its own.
 void norm(const tw_decode_program &program, tw_phase *phase, address weight, address update_weight, address update) {
-    const int64_t stride = program.hidden_size * size_of(program.sum_kind);
-    tw_norm_args args = {
-        .out = program.normed,
-        .total = update ? program.residual : 0,
-        .x = update ? update : program.residual,
-        .residual = update ? program.residual : 0,
-        .weight = weight,
-        .x_stride = stride,
-        .residual_stride = stride,
-        .size = program.hidden_size,
-        .kind = program.kind,
-        .sum_kind = program.sum_kind,
-        .eps = program.eps,
-        .offset = program.norm_offset,
-        .scale = program.residual_scale,
-        .x_weight = update ? update_weight : 0,
-    };
+    tw_norm_args args = program.norm;
+    args.out = program.normed, args.weight = weight, args.x = update ? update : program.residual;
+    if (update) args.total = args.residual = program.residual, args.x_weight = update_weight;
+    args.x_stride = args.residual_stride = args.size * size_of(args.sum_kind);
     run_phase(phase, program.num_rows, [&](int64_t row) { tw_norm(&args, row, row + 1); });
 }
 
@@ -64,14 +51,15 @@ enum Site { QKV, ATTENTION_OUT, GATE_UP, DOWN };
 // nothing: other threads compute them while this one multiplies the panel.
 void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int64_t layer, const tw_matrix &matrix, address x,
               int64_t num_inputs, address out, int64_t num_outputs, int64_t out_kind) {
+    const int64_t kind = program.norm.kind;
     tw_linear_args args = {
         .out = out,
         .num_tokens = program.num_rows,
         .num_outputs = num_outputs,
         .num_inputs = num_inputs,
         .kind = out_kind,
-        .bias_kind = program.kind,
-        .in_pairs = PAIRS && program.kind == BFLOAT16,
+        .bias_kind = kind,
+        .in_pairs = PAIRS && kind == BFLOAT16,
     };
     const tw_adapter_args adapters = {
         .site = program.adapter_sites[site],
@@ -95,7 +83,7 @@ void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int6
         }
         // Each thread prepares all rows for itself: that costs less than waiting for another.
         if (!args.x)
-            args.x = (address)prepare_rows((const char *)x, program.num_rows, num_inputs, program.kind, matrix.parts[0].kind,
+            args.x = (address)prepare_rows((const char *)x, program.num_rows, num_inputs, kind, matrix.parts[0].kind,
                                            &args.x_stride);
         const tw_matrix_part *part = matrix.parts;
         int64_t panel = item - num_shrinks, first = 0;  // output of the part
@@ -104,7 +92,7 @@ void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int6
         const int64_t start = first + begin, stop = first + end;
         if (num_shrinks) prefetch_expand(adapters, start, stop);
         args.weight = part->data, args.weight_stride = part->stride, args.weight_kind = part->kind;
-        args.out = out + size_of(out_kind) * first, args.bias = matrix.bias ? matrix.bias + size_of(program.kind) * first : 0;
+        args.out = out + size_of(out_kind) * first, args.bias = matrix.bias ? matrix.bias + size_of(kind) * first : 0;
         tw_linear(&args, begin, end);
         if (!num_shrinks) return;
         for (Patience patience; __atomic_load_n(&phase->num_shrunk, __ATOMIC_ACQUIRE) < num_shrinks;) patience.wait();
@@ -114,99 +102,55 @@ void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int6
 
 // Rotates queries and keys, and writes keys and values into the cache.
 void rotate(const tw_decode_program &program, tw_phase *phase, const tw_layer &layer) {
-    const int64_t head_bytes = program.head_dim * size_of(program.kind);
-    const int64_t qkv_stride = (program.num_heads + 2 * program.num_kv_heads) * head_bytes;
     run_phase(phase, program.num_rows, [&](int64_t row) {
         const int64_t angles = ((const int32_t *)program.positions)[row] * program.angle_stride;
-        tw_rotate_args args = {
-            .queries = program.rotated + row * program.num_heads * head_bytes,
-            .qkv = program.qkv + row * qkv_stride,
-            .cos = layer.cos + angles,
-            .sin = layer.sin + angles,
-            .k_cache = layer.k_cache,
-            .v_cache = layer.v_cache,
-            .slots = program.slots + program.group_slots_stride * layer.group + sizeof(int32_t) * row,
-            .head_stride = head_bytes,  // strides between rows are not used
-            .cache_block_stride = program.cache_block_stride,
-            .num_heads = program.num_heads,
-            .num_kv_heads = program.num_kv_heads,
-            .half = program.half,
-            .head_dim = program.head_dim,
-            .tokens_per_block = program.tokens_per_block,
-            .kind = program.kind,
-            .cache_kind = program.cache_kind,
-            .norms = {.q_weight = layer.q_norm,
-                      .k_weight = layer.k_norm,
-                      .mean_squares = 0,
-                      .whole = program.norms_whole,
-                      .eps = program.eps,
-                      .offset = program.norm_offset},
-        };
+        tw_rotate_args args = program.rotate;  // strides between rows are not used
+        args.head_stride = args.head_dim * size_of(args.kind);
+        args.queries = program.rotated + row * args.num_heads * args.head_stride;
+        args.qkv = program.qkv + row * (args.num_heads + 2 * args.num_kv_heads) * args.head_stride;
+        args.cos = layer.cos + angles, args.sin = layer.sin + angles;
+        args.k_cache = layer.k_cache, args.v_cache = layer.v_cache;
+        args.slots = program.slots + program.group_slots_stride * layer.group + sizeof(int32_t) * row;
+        args.norms.q_weight = layer.q_norm, args.norms.k_weight = layer.k_norm;
         tw_rotate_and_cache(&args, 0, 1);
     });
 }
 
 void attend(const tw_decode_program &program, tw_phase *phase, const tw_layer &layer) {
-    const int64_t head_bytes = program.head_dim * size_of(program.kind);
-    tw_attend_args args = {
-        .out = program.mixed,
-        .q = program.rotated,
-        .k_cache = layer.k_cache,
-        .v_cache = layer.v_cache,
-        .query_start = program.query_start,
-        .context_lens = program.context_lens,
-        .block_table = program.block_table + program.group_table_stride * layer.group,
-        .tiles = program.tiles,
-        .q_token_stride = program.num_heads * head_bytes,
-        .q_head_stride = head_bytes,
-        .kind = program.kind,
-        .cache_block_stride = program.cache_block_stride,
-        .cache_kind = program.cache_kind,
-        .table_stride = program.table_stride,
-        .tokens_per_block = program.tokens_per_block,
-        .num_heads = program.num_heads,
-        .num_kv_heads = program.num_kv_heads,
-        .heads_per_kv_head = program.heads_per_kv_head,
-        .skipped_heads = program.skipped_heads,
-        .head_dim = program.head_dim,
-        .scale_log2 = program.scale_log2,
-        .cap_log2 = program.cap_log2,
-        .window = layer.window,
-        .key_bias = {.bias = layer.key_bias, .cos = layer.cos, .sin = layer.sin, .half = program.half},
-    };
-    run_phase(phase, program.num_tiles * program.num_kv_heads, [&](int64_t item) { tw_attend(&args, item, item + 1); });
+    tw_attend_args args = program.attend;
+    args.out = program.mixed, args.q = program.rotated;
+    args.q_head_stride = args.head_dim * size_of(args.kind), args.q_token_stride = args.num_heads * args.q_head_stride;
+    args.k_cache = layer.k_cache, args.v_cache = layer.v_cache;
+    args.block_table += program.group_table_stride * layer.group;
+    args.window = layer.window;
+    args.key_bias.bias = layer.key_bias, args.key_bias.cos = layer.cos, args.key_bias.sin = layer.sin;
+    run_phase(phase, program.num_tiles * args.num_kv_heads, [&](int64_t item) { tw_attend(&args, item, item + 1); });
 }
 
 void run_attention(const tw_decode_program &program, int64_t index, tw_phase *phases, address update) {
     const tw_layer &layer = program.layers[index];
-    const int64_t mixed_size = program.num_heads * program.head_dim;
-    const int64_t qkv_size = mixed_size + 2 * program.num_kv_heads * program.head_dim;
+    const tw_attend_args &sizes = program.attend;
+    const int64_t hidden_size = program.norm.size, mixed_size = sizes.num_heads * sizes.head_dim;
+    const int64_t qkv_size = mixed_size + 2 * sizes.num_kv_heads * sizes.head_dim;
     norm(program, &phases[0], layer.attention_norm, layer.attention_update_norm, update);
-    multiply(program, &phases[1], QKV, index, layer.qkv, program.normed, program.hidden_size, program.qkv, qkv_size,
-             program.kind);
+    multiply(program, &phases[1], QKV, index, layer.qkv, program.normed, hidden_size, program.qkv, qkv_size, sizes.kind);
     rotate(program, &phases[2], layer);
     attend(program, &phases[3], layer);
     multiply(program, &phases[4], ATTENTION_OUT, index, layer.attention_out, program.mixed, mixed_size, program.partial,
-             program.hidden_size, program.sum_kind);
+             hidden_size, program.norm.sum_kind);
 }
 
 void run_mlp(const tw_decode_program &program, int64_t index, tw_phase *phases, address update) {
     const tw_layer &layer = program.layers[index];
-    const int64_t width = program.mlp_size;
+    const int64_t hidden_size = program.norm.size;
+    tw_swiglu_args gates = program.swiglu;
+    gates.out = program.gated, gates.gate_up = program.gate_up, gates.row_stride = 2 * gates.width * size_of(gates.kind);
     norm(program, &phases[5], layer.mlp_norm, layer.mlp_update_norm, update);
-    multiply(program, &phases[6], GATE_UP, index, layer.gate_up, program.normed, program.hidden_size, program.gate_up,
-             2 * width, program.kind);
-    tw_swiglu_args args = {
-        .out = program.gated,
-        .gate_up = program.gate_up,
-        .row_stride = 2 * width * size_of(program.kind),
-        .width = width,
-        .kind = program.kind,
-        .gelu = program.gelu,
-    };
-    run_phase(&phases[7], program.num_rows, [&](int64_t row) { tw_swiglu(&args, row, row + 1); });
-    multiply(program, &phases[8], DOWN, index, layer.down, program.gated, width, program.partial, program.hidden_size,
-             program.sum_kind);
+    multiply(program, &phases[6], GATE_UP, index, layer.gate_up, program.normed, hidden_size, program.gate_up, 2 * gates.width,
+             gates.kind);
+    run_phase(&phases[7], program.num_rows, [&](int64_t row) { tw_swiglu(&gates, row, row + 1); });
+    multiply(program, &phases[8], DOWN, index, layer.down, program.gated, gates.width, program.partial, hidden_size,
+             program.norm.sum_kind);
 }
 
 void run_thread(const tw_parts_args &args, bool makes_sums) {
@@ -214,10 +158,7 @@ void run_thread(const tw_parts_args &args, bool makes_sums) {
     address update = args.update;
     for (int64_t part = args.first; part < args.stop; part++) {
         tw_phase *phases = program.phases + TW_PHASES_PER_LAYER * (part / 2);
-        if (part % 2 == 0)
-            run_attention(program, part / 2, phases, update);
-        else
-            run_mlp(program, part / 2, phases, update);
+        (part % 2 ? run_mlp : run_attention)(program, part / 2, phases, update);
         update = program.partial;
         if (args.sums) {
             // The thread that makes the sums was in every phase: `partial` holds what the others have drawn.

@@ -271,18 +271,19 @@ enum { TW_PHASES_PER_LAYER = 9 };
 typedef struct {
     const tw_layer *layers;
     tw_phase *phases;
-    int64_t hidden_size, num_heads, num_kv_heads, heads_per_kv_head, skipped_heads, head_dim, mlp_size;
-    int64_t kind, sum_kind, cache_kind;  // of partial sums and the residual: `sum_kind`; of all else but the cache: `kind`
-    int64_t half, norms_whole, gelu;     // as in tw_rotate_args, tw_head_norms and tw_swiglu_args
-    double eps, scale_log2, cap_log2, norm_offset, residual_scale;
-    int64_t angle_stride, num_blocks, tokens_per_block, cache_block_stride;
+    // The kernels' arguments, without strides of rows and heads, and without what buffers, layers and the step below say.
+    tw_norm_args norm;
+    tw_rotate_args rotate;
+    tw_attend_args attend;
+    tw_swiglu_args swiglu;
+    int64_t angle_stride;
     // Buffers, contiguous: normed (T, D), qkv (T, (H + 2 K) E), rotated (T, H, E), mixed (T, H, E), gate_up (T, 2 F),
     // gated (T, F); partial (T, D) is the result of a part.
     address normed, qkv, rotated, mixed, gate_up, gated, partial;
-    // The step: residual (T, D), to which each part's norm adds the sum before it; int32 positions (T,); slots and
-    // a block table for each group of layers; tiles of tw_plan_tiles of one token each.
-    int64_t num_rows, table_stride, num_tiles, group_slots_stride, group_table_stride;
-    address residual, positions, slots, query_start, context_lens, block_table, tiles;
+    // The step: residual (T, D), to which each part's norm adds the sum before it; int32 positions (T,); slots and, in
+    // `attend`, a block table for each group of layers; there also tiles of tw_plan_tiles of one token each.
+    int64_t num_rows, num_tiles, group_slots_stride, group_table_stride;
+    address residual, positions, slots;
     // The rows with adapters, the adapters for qkv, attention_out, gate_up and down, and memory as in tw_adapter_args.
     int64_t num_adapter_runs;
     const tw_adapter_run *adapter_runs;
