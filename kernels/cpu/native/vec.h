@@ -63,11 +63,7 @@ INLINE FloatReg load_reg(const void *source) {
     return out;
 }
 // Register by register: compilers keep a vector that is copied whole in memory.
-INLINE F32 load(const void *source) {
-    F32 out;
-    for (int i = 0; i < REGS; i++) memcpy(&out.reg[i], (const char *)source + sizeof(FloatReg) * i, sizeof(FloatReg));
-    return out;
-}
+EACH(F32, load, (const void *source), load_reg((const char *)source + sizeof(FloatReg) * i))
 INLINE void store(void *target, F32 value) {
     for (int i = 0; i < REGS; i++) memcpy((char *)target + sizeof(FloatReg) * i, &value.reg[i], sizeof(FloatReg));
 }
@@ -224,19 +220,16 @@ INLINE auto fold(auto value, auto combine) {
     four = combine(four, __builtin_shufflevector(four, four, 1, 0, 3, 2));
     return four[0];
 }
-INLINE float sum_lanes(F32 value) {
-    return fold(value, [](auto a, auto b) { return a + b; });
-}
-INLINE float max_lanes(F32 value) {
-    return fold(value, [](auto a, auto b) { return a > b ? a : b; });
-}
-INLINE float min_lanes(F32 value) {
-    return fold(value, [](auto a, auto b) { return a < b ? a : b; });
-}
+constexpr auto sum_of = [](auto a, auto b) { return a + b; };
+constexpr auto larger_of = [](auto a, auto b) { return a > b ? a : b; };
+constexpr auto smaller_of = [](auto a, auto b) { return a < b ? a : b; };
+INLINE float sum_lanes(F32 value) { return fold(value, sum_of); }
+INLINE float max_lanes(F32 value) { return fold(value, larger_of); }
+INLINE float min_lanes(F32 value) { return fold(value, smaller_of); }
 INLINE int32_t max_lanes_unsigned(I32 value) {
     U32 lanes;
     for (int i = 0; i < REGS; i++) lanes.reg[i] = (UintReg)value.reg[i];
-    return (int32_t)fold(lanes, [](auto a, auto b) { return a > b ? a : b; });
+    return (int32_t)fold(lanes, larger_of);
 }
 
 // Four floats of every fourth row: of four rows with registers of sixteen lanes, of two with eight, of one with four.
@@ -294,13 +287,7 @@ INLINE void transpose(const float *rows, int64_t row_stride, float *target, int6
 template <int VECTORS>
 INLINE void powers_of_two(const F32 (&shifted)[VECTORS], const F32 (&fraction)[VECTORS], F32 (&power)[VECTORS]) {
     // ln(2)^k / k!: the first term left out is below 2e-8 of the result.
-    const float terms[] = {1.0f,
-                           0.6931471805599453f,
-                           0.24022650695910072f,
-                           0.05550410866482158f,
-                           0.009618129107628477f,
-                           0.0013333558146428443f,
-                           0.00015403530393381608f};
+    const float terms[] = {1.0f, 0.693147181f, 0.240226507f, 0.0555041087f, 0.00961812911f, 0.00133335581f, 0.000154035304f};
     UNROLL_FOR (int i = 0; i < VECTORS; i++) power[i] = splat(terms[6]);
     UNROLL_FOR (int k = 5; k >= 0; k--)
         UNROLL_FOR (int i = 0; i < VECTORS; i++) power[i] = fma(power[i], fraction[i], splat(terms[k]));

@@ -10,11 +10,7 @@ struct TileSource {
     const char *tile;
     int reg;
 
-    UintReg word(int at) const {
-        UintReg value;
-        memcpy(&value, tile + LANES * at + sizeof value * reg, sizeof value);
-        return value;
-    }
+    UintReg word(int at) const { return (UintReg)load_reg(tile + LANES * at + sizeof(UintReg) * reg); }
     IntReg byte(int at) const {
         return widen_bytes(load_bits(tile + LANES * at, 8), load_bits(tile + LANES * at + 8, 8)).reg[reg];
     }

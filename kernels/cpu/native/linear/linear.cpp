@@ -198,7 +198,7 @@ void multiply_packed_row(const Block &block, int64_t kind) {
 
 // The block with its weights widened or unpacked in scratch memory.
 template <class Dot>
-Block widened(Block block, int64_t kind) {
+__attribute__((noinline)) Block widened(Block block, int64_t kind) {
     const int64_t stride = widened_stride(block.depth, Dot::b_bytes == 2);
     char *target = (char *)thread_scratch(WIDENED_WEIGHTS, stride / 4 * block.columns);
     if (is_packed(kind))
@@ -219,8 +219,7 @@ Block widened(Block block, int64_t kind) {
 // As many rows as are kept at hand, in turns of about as many each: a last turn of one row would be slow.
 int64_t rows_at_once(int64_t num_rows, int64_t limit) {
     const int64_t turns = (num_rows + limit - 1) / limit;
-    if (turns < 2) return limit;
-    return (num_rows + turns * TALL - 1) / (turns * TALL) * TALL;
+    return turns < 2 ? limit : (num_rows + turns * TALL - 1) / (turns * TALL) * TALL;
 }
 
 template <class Dot>
@@ -277,17 +276,16 @@ int64_t tw_prepared_bytes(const void *rows_args) {
 
 void tw_prepare_rows(const void *rows_args, int64_t start, int64_t stop) {
     const tw_rows_args &args = *(const tw_rows_args *)rows_args;
-    const int64_t row = LANES * start, rows = least(LANES * stop, args.num_rows) - row, depth = args.num_inputs,
-                  kind = args.kind;
+    const int64_t row = LANES * start, rows = least(LANES * stop, args.num_rows) - row, depth = args.num_inputs;
     const char *x = (const char *)args.x + args.x_stride * row;
     char *out = (char *)args.out;
     if (is_int8(args.weight_kind))
-        return quantize_rows(out + quantized_bytes(depth) * row, x, args.x_stride, rows, depth, kind);
+        return quantize_rows(out + quantized_bytes(depth) * row, x, args.x_stride, rows, depth, args.kind);
 #if defined(__AMX_BF16__)
     const int64_t bytes = tile_bytes(args.num_rows);
-    if (kind == BFLOAT16) return make_tiles(out + bytes * tile_steps(depth) * start, bytes, x, args.x_stride, rows, depth);
+    if (args.kind == BFLOAT16) return make_tiles(out + bytes * tile_steps(depth) * start, bytes, x, args.x_stride, rows, depth);
 #endif
-    with_kind(kind, [&]<class Number>(Number) {
+    with_kind(args.kind, [&]<class Number>(Number) {
         widen_rows<Number>(out + 4 * depth * row, 4 * depth, x, args.x_stride, rows, depth);
     });
 }

@@ -76,7 +76,21 @@ __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const ch
     FloatReg sums[ROWS * COLS][REGS];
     UNROLL_FOR (int i = 0; i < ROWS * COLS * REGS; i++)
         sums[i / REGS][i % REGS] = kept.before ? load_reg(kept.before + reg_bytes * i) : FloatReg{};
-    constexpr int64_t part = Dot::width / REGS;  // inputs of a register
+    // Adds the products of sixteen lanes of each row and column.
+    const auto add_step = [&](const char *a, int64_t a_stride, const char *b, int64_t b_stride) {
+        constexpr int64_t part = Dot::width / REGS;  // inputs of a register
+        UNROLL_FOR (int reg = 0; reg < REGS; reg++) {
+            FloatReg inputs[ROWS];
+            UNROLL_FOR (int row = 0; row < ROWS; row++) inputs[row] = load_reg(a + a_stride * row + Dot::a_bytes * part * reg);
+            UNROLL_FOR (int column = 0; column < COLS; column++) {
+                FloatReg weights = Dot::load_b(b + b_stride * column + Dot::b_bytes * part * reg);
+                UNROLL_FOR (int row = 0; row < ROWS; row++) {
+                    FloatReg &sum = sums[row * COLS + column][reg];
+                    sum = Dot::step(inputs[row], weights, sum);
+                }
+            }
+        }
+    };
     constexpr int lines = COLS * Dot::width * Dot::b_bytes / LINE_BYTES;
     const char *ahead = b + b_stride * (AHEAD * COLS);
     const int64_t rest = depth % Dot::width, whole = depth - rest;
@@ -84,18 +98,7 @@ __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const ch
         if constexpr (AHEAD > 0)
             UNROLL_FOR (int line = 0; line < lines; line++)
                 prefetch<LEVEL>(ahead + COLS * Dot::b_bytes * at + LINE_BYTES * line);
-        UNROLL_FOR (int reg = 0; reg < REGS; reg++) {
-            FloatReg inputs[ROWS];
-            UNROLL_FOR (int row = 0; row < ROWS; row++)
-                inputs[row] = load_reg(a + a_stride * row + Dot::a_bytes * (at + part * reg));
-            UNROLL_FOR (int column = 0; column < COLS; column++) {
-                FloatReg weights = Dot::load_b(b + b_stride * column + Dot::b_bytes * (at + part * reg));
-                UNROLL_FOR (int row = 0; row < ROWS; row++) {
-                    FloatReg &sum = sums[row * COLS + column][reg];
-                    sum = Dot::step(inputs[row], weights, sum);
-                }
-            }
-        }
+        add_step(a + Dot::a_bytes * at, a_stride, b + Dot::b_bytes * at, b_stride);
     }
     if (rest) {
         char a_rest[ROWS][Dot::width * Dot::a_bytes] = {}, b_rest[COLS][Dot::width * Dot::b_bytes] = {};
@@ -103,13 +106,7 @@ __attribute__((noinline)) void multiply_tile(char *c, int64_t c_stride, const ch
             memcpy(a_rest[row], a + a_stride * row + Dot::a_bytes * whole, Dot::a_bytes * rest);
         UNROLL_FOR (int column = 0; column < COLS; column++)
             memcpy(b_rest[column], b + b_stride * column + Dot::b_bytes * whole, Dot::b_bytes * rest);
-        UNROLL_FOR (int reg = 0; reg < REGS; reg++)
-            UNROLL_FOR (int row = 0; row < ROWS; row++)
-                UNROLL_FOR (int column = 0; column < COLS; column++) {
-                    FloatReg &sum = sums[row * COLS + column][reg];
-                    sum = Dot::step(load_reg(a_rest[row] + Dot::a_bytes * part * reg),
-                                    Dot::load_b(b_rest[column] + Dot::b_bytes * part * reg), sum);
-                }
+        add_step(a_rest[0], sizeof a_rest[0], b_rest[0], sizeof b_rest[0]);
     }
     if (kept.after) {
         UNROLL_FOR (int i = 0; i < ROWS * COLS * REGS; i++)

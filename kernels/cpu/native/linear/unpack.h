@@ -60,6 +60,12 @@ struct Scales {
             if constexpr (Format::has_minimum) minima[0] = Format::minimum(BlockSource{block}, 0);
         }
     }
+    // The numbers of a part that codes without their offset stand for.
+    FloatReg numbers(IntReg codes, int64_t part) const {
+        const FloatReg wide = __builtin_convertvector(codes, FloatReg), scale = splat_reg(scales[part]);
+        if constexpr (Format::has_minimum) return fma_reg(wide, scale, splat_reg(minima[part]));
+        return wide * scale;
+    }
 };
 
 // Calls `work(first, group)` for each group of a run: group `group` from `first` on. Of blocks of one group two that follow each other
@@ -157,12 +163,7 @@ template <class Format>
 INLINE void with_group(const char *run, const Scales<Format> &scales, int64_t first, unsigned group, auto work) {
     using Low = typename Format::Low;
     auto scaled = [&](int at, IntReg integers) {
-        const int64_t part = first + (GROUP * group + at) / (GROUP / Format::num_parts);
-        const FloatReg numbers = __builtin_convertvector(integers, FloatReg), scale = splat_reg(scales.scales[part]);
-        if constexpr (Format::has_minimum)
-            work(at, fma_reg(numbers, scale, splat_reg(scales.minima[part])));
-        else
-            work(at, numbers * scale);
+        work(at, scales.numbers(integers, first + (GROUP * group + at) / (GROUP / Format::num_parts)));
     };
     const unsigned in_block = group % Format::num_groups;
     const char *block = run + (first + group / Format::num_groups) * Format::num_bytes;
@@ -196,11 +197,7 @@ INLINE __m512i group_pairs(const char *run, const Scales<Format> &scales, int64_
             const int64_t own = first + (bits == 4 ? (group / 2 * 2 + upper) % Scales<Format>::run_groups : group);
             UintReg codes = (UintReg)lane_numbers().reg[0] + (bits == 5 ? 16 * upper : 0);
             if constexpr (Format::table != nullptr) codes = (UintReg)((IntReg)(look_up<Format>(codes) << 24) >> 24);
-            numbers[upper] = __builtin_convertvector((IntReg)codes - Format::offset, FloatReg);
-            if constexpr (Format::has_minimum)
-                numbers[upper] = fma_reg(numbers[upper], splat_reg(scales.scales[own]), splat_reg(scales.minima[own]));
-            else
-                numbers[upper] = numbers[upper] * splat_reg(scales.scales[own]);
+            numbers[upper] = scales.numbers((IntReg)codes - Format::offset, own);
         }
         const __m512i table = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
         const Codes codes = group_codes<Format>(block, group % Format::num_groups) | (uint8_t)(bits == 4 ? group % 2 << 4 : 0);
