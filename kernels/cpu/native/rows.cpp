@@ -123,13 +123,15 @@ void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
         char *queries = (char *)args.queries + token * args.num_heads * head_bytes;
         char *key_heads = heads + args.num_heads * args.head_stride;
         char *keys = converts ? key_heads : (char *)args.k_cache + place, *values = (char *)args.v_cache + place;
+        const auto target_of = [&](int64_t head) {
+            return head < args.num_heads ? queries + head * head_bytes : keys + (head - args.num_heads) * page;
+        };
         for (int64_t at = 0; at < half; at += LANES) {
             const int64_t count = half - at;
             F32 cos = load_numbers<Float32>(cosines + 4 * at, count), sin = load_numbers<Float32>(sines + 4 * at, count);
             for (int64_t head = 0; head < num_rotated; head++) {
                 const char *source = heads + head * args.head_stride + bytes * at;
-                const int64_t kv_head = head - args.num_heads;
-                char *target = (kv_head < 0 ? queries + head * head_bytes : keys + kv_head * page) + bytes * at;
+                char *target = target_of(head) + bytes * at;
                 F32 first = load_numbers<Number>(source, count);
                 F32 second = load_numbers<Number>(source + bytes * half, count);
                 store_rounded<Number>(target, first * cos - second * sin, count);
@@ -137,11 +139,8 @@ void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
             }
         }
         const int64_t turned = 2 * half * bytes;
-        for (int64_t head = 0; turned < head_bytes && head < (converts ? args.num_heads : num_rotated); head++) {
-            const int64_t kv_head = head - args.num_heads;
-            char *target = kv_head < 0 ? queries + head * head_bytes : keys + kv_head * page;
-            memcpy(target + turned, heads + head * args.head_stride + turned, head_bytes - turned);
-        }
+        for (int64_t head = 0; turned < head_bytes && head < (converts ? args.num_heads : num_rotated); head++)
+            memcpy(target_of(head) + turned, heads + head * args.head_stride + turned, head_bytes - turned);
         if (converts) {
             store_heads<Number>(args, key_heads, args.k_cache, slot);
             store_heads<Number>(args, key_heads + args.num_kv_heads * args.head_stride, args.v_cache, slot);
@@ -219,10 +218,8 @@ int64_t best_of_any(const float *x, int64_t num_columns) {
 void tw_norm(const void *norm_args, int64_t start, int64_t stop) {
     const tw_norm_args &args = *(const tw_norm_args *)norm_args;
     with_kind(args.kind, [&]<class Number>(Number) {
-        if (args.sum_kind == args.kind)
-            norm_rows<Number, Number>(args, start, stop);
-        else
-            norm_rows<Float32, Number>(args, start, stop);
+        const auto norm = args.sum_kind == args.kind ? norm_rows<Number, Number> : norm_rows<Float32, Number>;
+        norm(args, start, stop);
     });
 }
 

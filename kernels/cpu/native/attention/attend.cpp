@@ -33,12 +33,11 @@ void read_queries(const tw_attend_args &args, const Rows &rows, const Buffers &b
         const int64_t token = rows.first_token + row / rows.num_heads, head = rows.first_head + row % rows.num_heads;
         const char *source = (const char *)args.q + token * args.q_token_stride + head * args.q_head_stride;
         float *target = buffers.queries + padded * row;
-        if (IN_PAIRS) {
+        if (IN_PAIRS)
             copy_row(source, args.head_dim, padded, (char *)target);
-        } else {
+        else
             for (int64_t at = 0; at < padded; at += LANES)
                 store(target + at, load_numbers<Number>(source + Number::size * at, args.head_dim - at) * scale);
-        }
     }
     memset(buffers.lane_sums, 0, 4 * LANES * all_rows);
     for (int64_t row = 0; row < all_rows; row++) buffers.maxima[row] = MINUS_INFINITY;
@@ -153,12 +152,7 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
 void tw_attend(const void *attend_args, int64_t start, int64_t stop) {
     const tw_attend_args &args = *(const tw_attend_args *)attend_args;
     const bool in_pairs = PAIRS && args.kind == BFLOAT16 && (args.cache_kind == BFLOAT16 || args.cache_kind == INT8_HEADS);
-    for (int64_t item = start; item < stop; item++) {
-        const tw_tile &tile = ((const tw_tile *)args.tiles)[item / args.num_kv_heads];
-        const int64_t kv_head = item % args.num_kv_heads;
-        if (in_pairs)
-            attend_tile<PAIRS>(args, tile, kv_head);
-        else
-            attend_tile<false>(args, tile, kv_head);
-    }
+    const auto attend = in_pairs ? attend_tile<PAIRS> : attend_tile<false>;
+    for (int64_t item = start; item < stop; item++)
+        attend(args, ((const tw_tile *)args.tiles)[item / args.num_kv_heads], item % args.num_kv_heads);
 }

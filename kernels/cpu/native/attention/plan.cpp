@@ -18,10 +18,9 @@ void visit_tiles(const tw_plan_args &plan, int64_t seq, auto visit) {
 }
 
 bool is_possible(const tw_plan_args &plan, int64_t seq) {
-    const int64_t start = ((const int32_t *)plan.query_start)[seq];
-    const int64_t query_len = ((const int32_t *)plan.query_start)[seq + 1] - start;
-    const int64_t context_len = ((const int32_t *)plan.context_lens)[seq];
-    if (start < 0 || query_len < 0 || context_len < query_len) return false;
+    const int32_t *start = (const int32_t *)plan.query_start + seq;
+    const int64_t query_len = (int64_t)start[1] - start[0], context_len = ((const int32_t *)plan.context_lens)[seq];
+    if (start[0] < 0 || query_len < 0 || context_len < query_len) return false;
     const int64_t num_blocks = (context_len + plan.tokens_per_block - 1) / plan.tokens_per_block;
     if (num_blocks > plan.max_blocks) return false;
     const int32_t *blocks = (const int32_t *)(plan.block_table + seq * plan.table_stride);

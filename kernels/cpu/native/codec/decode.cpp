@@ -102,9 +102,8 @@ void decode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
             UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) Number::store_rounded(target + Number::size * LANES * i, x[i]);
             continue;
         }
-        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) {
+        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++)
             if (LANES * i < left) store_numbers<Number>(target + Number::size * LANES * i, x[i], left - LANES * i);
-        }
     }
 }
 

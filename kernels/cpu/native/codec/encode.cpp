@@ -64,10 +64,9 @@ __attribute__((noinline)) void fill_block(Block &block, const char *source, int6
         F32 x[Shape::num_vectors];
         load_group<Number>(x, source + Number::size * first, count - first);
         if (rotates) rotate(x);
-        if (carried) {
+        if (carried)
             UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++)
                 x[i] = x[i] + BFloat16::load(carried + BFloat16::size * (first + LANES * i));
-        }
         if (IS_SYMMETRIC)
             block.largest[group] = find_largest(x);
         else
@@ -135,7 +134,6 @@ template <class Shape, bool IS_SYMMETRIC>
 __attribute__((noinline)) void store_block(const Block &block, const Message &message, int64_t group, char *carried) {
     constexpr bool HAS_ZEROS = !IS_SYMMETRIC && !Shape::is_float8;
     for (int64_t at = 0; at < block.num_groups; at++) {
-        const bool is_broken = block.broken >> at & 1;
         const float *numbers = block.numbers + at * Shape::size;
         const F32 scale = splat(block.scale[at]), inverse = splat(block.inverse[at]), zero = splat(block.zero[at]);
         const F32 to_code = splat(ROUND_TO_INTEGER + (IS_SYMMETRIC ? (float)Shape::num_levels : 0.0f));
@@ -154,9 +152,8 @@ __attribute__((noinline)) void store_block(const Block &block, const Message &me
                 store_lost(carried + BFloat16::size * (at * Shape::size + LANES * i), lost);
             }
         }
-        if (is_broken) {
+        if (block.broken >> at & 1)
             UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) codes[i] = splat_int(0);
-        }
         typename Shape::CodePlanes(message.planes, message.num_groups, group + at).store(codes);
     }
 }

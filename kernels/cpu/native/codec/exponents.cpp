@@ -63,10 +63,8 @@ const char *decode_group(const Sections &message, int64_t group, const char *esc
     if (end - escapes < __builtin_popcountll(escaped)) return nullptr;
     for (; escaped; escaped &= escaped - 1) {
         char *place = target + 2 * __builtin_ctzll(escaped);
-        uint16_t bits;
-        memcpy(&bits, place, sizeof bits);
-        bits = (uint16_t)((bits & 0x807F) | (uint8_t)*escapes++ << 7);
-        memcpy(place, &bits, sizeof bits);
+        const uint32_t bits = (load_u16(place) & 0x807F) | (uint8_t)*escapes++ << 7;
+        memcpy(place, &bits, 2);
     }
     return escapes;
 }
