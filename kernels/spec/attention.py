@@ -102,10 +102,8 @@ def check_attention(
         raise ValueError(
             f"attention counts arrivals in {(num_decode_rows, num_kv_heads)} int32, got {tuple(arrivals.shape)}"
         )
-    if key_bias is not None and k_cache.dtype != torch.int8:
-        raise ValueError(f"a bias of keys is added to caches in torch.int8, got {k_cache.dtype}")
     if key_bias is not None:
-        check_key_bias(key_bias, num_kv_heads, head_dim)
+        _check_key_bias(key_bias, num_kv_heads, head_dim, k_cache.dtype)
     indices = [each for each in sequences if isinstance(each, Tensor)]
     devices = {tensor.device for tensor in (q, k_cache, v_cache, *indices, *(key_bias or ()))}
     if len(devices) > 1 or any(index.dtype != torch.int32 or index.stride(-1) != 1 for index in indices):
@@ -115,8 +113,9 @@ def check_attention(
         )
 
 
-def check_key_bias(key_bias: KeyBias, num_kv_heads: int, head_dim: int) -> None:
-    """Raise ValueError unless the tensors are as ``KeyBias`` says."""
+def _check_key_bias(key_bias: KeyBias, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype) -> None:
+    if cache_dtype != torch.int8:
+        raise ValueError(f"a bias of keys is added to caches in torch.int8, got {cache_dtype}")
     bias, cos, sin = key_bias
     fits = bias.shape == (num_kv_heads, head_dim) and cos.shape == sin.shape and 0 < 2 * cos.shape[1] <= head_dim
     if not fits or any(each.dtype != torch.float32 or not each.is_contiguous() for each in key_bias):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.spec.block_format import FLOAT8_MAX, MIN_SCALE, BlockFormat
-from tightwire.kernels.spec.block_quant import rotated
+from tightwire.kernels.spec.block_quant import rotated, to_groups
 
 _UNIT = 2.0**-24  # float32 rounds to nearest by at most this share
 _STEP_BF16 = 2.0**-7  # bfloat16 rounds up or down by less than this share, by half of it to nearest,
@@ -31,10 +31,7 @@ def max_error(x_N: Tensor, fmt: BlockFormat) -> Tensor:
 
     A group gets one bound but for |x|. Cost: some ten passes in float64; for tests and self-tests.
     """
-    num_groups = fmt.num_groups(x_N.numel())
-    missing = num_groups * fmt.group_elems - x_N.numel()
-    filled_N = torch.cat([x_N, x_N[-1:].expand(missing)]) if missing else x_N
-    groups_GE = filled_N.double().view(num_groups, fmt.group_elems)
+    groups_GE = to_groups(x_N, fmt).double()
     bound_GE = _rotated_bound(groups_GE, fmt) if fmt.hadamard else _bound(groups_GE, fmt, 0.0)
     # There is no bound where a number is infinite or becomes NaN.
     return bound_GE.nan_to_num(nan=torch.inf, posinf=torch.inf).view(-1)[: x_N.numel()]

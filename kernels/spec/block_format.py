@@ -79,7 +79,6 @@ class BlockFormat:
         return -(-num_elems // self.group_elems)
 
     def encoded_bytes(self, num_elems: int) -> int:
-        """ceil(n / g) group_bytes."""
         return -(-num_elems // self.group_elems) * self.group_bytes
 
     def carried_elems(self, num_elems: int) -> int:

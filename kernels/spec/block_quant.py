@@ -41,7 +41,7 @@ def encode_reference(x_N: Tensor, fmt: BlockFormat, carried_M: Tensor | None = N
     ``carried_M``, (fmt.carried_elems(N),) bfloat16: the error of the previous encoding, which is added before encoding, then
     overwritten with the new error.
     """
-    return _encode_carrying(rotated(_to_groups(x_N, fmt), fmt), fmt, carried_M)
+    return _encode_carrying(rotated(to_groups(x_N, fmt), fmt), fmt, carried_M)
 
 
 def _encode_carrying(groups_GE: Tensor, fmt: BlockFormat, carried_M: Tensor | None) -> Tensor:
@@ -82,11 +82,10 @@ def decode_reduce_encode_reference(
     return encode_reference(total.view(-1)[:num_elems], out_fmt, carried_M)
 
 
-def _to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:
+def to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:
     """(G, g) float32; the tail is filled with the last number, which widens no range."""
     x_N = x_N.float()
-    missing = -x_N.numel() % fmt.group_elems
-    if missing:
+    if missing := -x_N.numel() % fmt.group_elems:
         x_N = torch.cat([x_N, x_N[-1:].expand(missing)])
     return x_N.view(x_N.numel() // fmt.group_elems, fmt.group_elems)
 

@@ -44,9 +44,8 @@ class AdapterSite:
         """Make slots without adapters: ``room`` is their number and ``max_rank``; dtype and device are those of ``like``."""
         num_slots, max_rank = room
         a_NX = like.new_empty(num_slots, num_layers * len(part_stops) * max_rank * num_inputs)
-        return cls(
-            num_inputs, part_stops, num_layers, a_NX, like.new_empty(num_slots, num_layers * max_rank * part_stops[-1])
-        )
+        b_NX = like.new_empty(num_slots, num_layers * max_rank * part_stops[-1])
+        return cls(num_inputs, part_stops, num_layers, a_NX, b_NX)
 
     @property
     def num_parts(self) -> int:
