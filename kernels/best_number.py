@@ -9,7 +9,6 @@ from torch import Tensor
 from tightwire.kernels.cpu.library import available, lib
 
 MAX_ID = (1 << 31) - 1
-
 NAN_BITS = 0x7FC0_0000
 
 

@@ -36,8 +36,7 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
     """The numbers of ``decode_reference``, written into ``out`` when given: (num_elems,) of ``dtype``, contiguous."""
     if buf.is_cuda:
         return _triton().decode(buf, fmt, num_elems, dtype, out)
-    if out is None:
-        out = torch.empty(num_elems, dtype=dtype)
+    out = torch.empty(num_elems, dtype=dtype) if out is None else out
     reference.check_numbers(out, "out", _CPU)
     if out.dtype != dtype or out.numel() != num_elems:
         raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")

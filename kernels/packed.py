@@ -20,8 +20,7 @@ def dequantize(matrix: Weight, dtype: torch.dtype) -> Tensor:
         return torch.cat([dequantize(part, dtype) for part in matrix.parts])
     if matrix.device.type == "cuda":
         return triton_kernels().unpack_packed(matrix, dtype)
-    known = dtype in NUMBER_KIND and available()
-    return unpack_cpu(matrix, dtype) if known else dequantize_reference(matrix, dtype)
+    return unpack_cpu(matrix, dtype) if dtype in NUMBER_KIND and available() else dequantize_reference(matrix, dtype)
 
 
 def triton_kernels() -> Any:

@@ -1,8 +1,4 @@
-"""Matrix products on CPU, and unpacking: the host of native/linear. ``kernels.linear`` has the reasons.
-
-An output's bits depend on its row of x and its row of weights only, not on the number of rows or threads. On CPUs with
-AVX512-BF16 or AMX bfloat16 numbers are multiplied as they are, in pairs; elsewhere they are widened to float32.
-"""
+"""Matrix products on CPU, and unpacking: the host of native/linear. ``kernels.linear`` has the reasons."""
 
 from dataclasses import replace
 

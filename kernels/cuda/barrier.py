@@ -25,8 +25,6 @@ from triton import knobs
 
 from tightwire.kernels.cuda.numbers import INTERPRETED
 
-_WORD_BYTES = 4
-
 
 @triton.jit
 def _nothing():
@@ -40,7 +38,7 @@ _pause = os.sched_yield if knobs.runtime.interpret else _nothing
 def header_bytes(num_blocks: int, world_size: int) -> int:
     """Return the bytes of the header, a multiple of 128, which aligns the bytes after it for any load."""
     num_words = 1 + 2 * num_blocks + num_blocks * world_size
-    return -(-num_words * _WORD_BYTES // 128) * 128
+    return -(-num_words * 4 // 128) * 128
 
 
 @triton.jit

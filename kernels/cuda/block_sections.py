@@ -1,8 +1,4 @@
-"""Reads and writes the sections of a block-quantized message (``block_format``) inside a Triton kernel.
-
-Codes come as tiles (``block_tiles``): numbers that share a byte are at one place of different tiles, so a plane is
-packed and unpacked by shifts within each thread.
-"""
+"""Reads and writes the sections of a message (``block_format``) in a Triton kernel; codes come as ``block_tiles``."""
 
 import triton
 import triton.language as tl
