@@ -196,7 +196,7 @@ void multiply_packed_row(const Block &block, int64_t kind) {
     });
 }
 
-// The block with its weights widened or unpacked in scratch memory.
+// The block with its weights widened or unpacked in scratch memory. Inline, GCC would leave parts of unpacking outside.
 template <class Dot>
 __attribute__((noinline)) Block widened(Block block, int64_t kind) {
     const int64_t stride = widened_stride(block.depth, Dot::b_bytes == 2);
