@@ -2,8 +2,8 @@
 
 A tile of R rows belongs to one sequence and one KV head: some tokens times the query heads of that KV head, so keys and
 values are read once for all of them. Its state is each row's largest score (base-2 exponent), the sum of its weights
-relative to that maximum, and the weighted sum of the values. A tile of masked keys changes nothing: the weights are 0,
-the rescaling is 1.
+relative to that maximum, and the weighted sum of the values. Key tiles begin at multiples of
+their size from position 0. A tile of masked keys changes nothing: the weights are 0, the rescaling is 1.
 """
 
 from dataclasses import dataclass

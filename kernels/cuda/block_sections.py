@@ -1,4 +1,7 @@
-"""Reads and writes the sections of a message (``block_format``) in a Triton kernel; codes come as ``block_tiles``."""
+"""Reads and writes the sections of a message (``block_format``) in a Triton kernel.
+
+Of ``block_tiles`` numbers that share a byte are at one place of different tiles, so a plane is packed by shifts within each thread.
+"""
 
 import triton
 import triton.language as tl
