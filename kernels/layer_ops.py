@@ -13,6 +13,7 @@ from tightwire.kernels.cpu.rows import add_rms_norm_cpu, rotate_and_cache_cpu, s
 from tightwire.kernels.spec.layer_ops import (
     HeadNorms,
     NormForm,
+    Rotation,
     add_rms_norm_reference,
     check_add_norm,
     check_gates,
@@ -61,18 +62,31 @@ def norm_linear(
     weight_OD: Tensor,
     bias_O: Tensor | None = None,
     gelu: bool | None = None,
+    rotation: Rotation | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``norm_linear_reference`` of one row, on a GPU in one kernel; the order of its sums differs. Cost: the bytes of the weights."""
+    """``norm_linear_reference`` of one row, on a GPU in one kernel; the order of its sums differs. Cost: the bytes of the weights.
+
+    ``rotation``: of queries and keys, which have no norms, with caches in the dtype of the weights.
+    """
     if len(residual_1D) != 1 or (gelu is not None and weight_OD.shape[0] % 2):
         given = f"{len(residual_1D)} and {len(weight_OD)}"
         raise ValueError(f"norm_linear takes one row, and with gates an even number of outputs; got {given}")
     check_norm(residual_1D if x_1D is None else x_1D, residual_1D, norm_D)
     check_linear(norm_D[None], weight_OD, bias_O)
+    if rotation is not None:
+        head_dim, dtype = rotation.k_cache_NKPE.shape[3], rotation.k_cache_NKPE.dtype
+        if gelu is not None or dtype != weight_OD.dtype or len(weight_OD) % head_dim:
+            given = f"{len(weight_OD)} of {weight_OD.dtype} and gelu={gelu}"
+            raise ValueError(
+                f"norm_linear rotates, without gates, outputs in heads of {head_dim} numbers of {dtype}; got {given}"
+            )
+        heads_1HE = torch.empty(1, len(weight_OD) // head_dim, head_dim, dtype=dtype, device="meta")
+        check_rotation(heads_1HE, rotation, None)
     if not residual_1D.is_cuda:
-        return norm_linear_reference(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu)
+        return norm_linear_reference(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu, rotation)
     from tightwire.kernels.cuda.linear_row import norm_linear_row
 
-    return norm_linear_row(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu)
+    return norm_linear_row(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu, rotation)
 
 
 def check_slots(slot_T: Tensor, num_slots: int) -> None:
@@ -82,40 +96,27 @@ def check_slots(slot_T: Tensor, num_slots: int) -> None:
 
 
 def rotate_and_cache(
-    qkv_THE: Tensor,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    k_cache_NKPE: Tensor,
-    v_cache_NKPE: Tensor,
-    slot_T: Tensor,
-    norms: HeadNorms | None = None,
-    *,
-    slots_are_checked: bool = False,
+    qkv_THE: Tensor, rotation: Rotation, norms: HeadNorms | None = None, *, slots_are_checked: bool = False
 ) -> Tensor:
     """Rotate queries and keys, store keys and values at their slots, give the queries: the reference, bit for bit.
 
     With ``norms`` equal to it but for the order of their sums; they may be stored in ``qkv``.
 
     Args:
-        qkv_THE: (T, H + 2 K, E) query heads, key heads, value heads; may be a view as long as E is contiguous.
-        cos_TE, sin_TE: (T, N) float32; the first 2 N numbers of a head are rotated.
-        k_cache_NKPE, v_cache_NKPE: (N, K, P, E), written in place: what qkv's dtype holds, in the caches' format; then keys and
-            values of qkv may change.
-        slot_T: (T,) int32, block * P + offset within the block. On a GPU slots are not checked, and a negative one marks
-            a padding row: nothing is stored.
+        qkv_THE: (T, H + 2 K, E) query heads, key heads, value heads; may be a view as long as E is contiguous. If the caches have
+            another format, its keys and values may change.
         slots_are_checked: the caller has called ``check_slots``, once for all layers of a step.
     Returns:
         (T, H, E) rotated queries, contiguous.
     Raises:
         ValueError: shapes or dtypes that do not match, or (on CPU) a slot outside the cache.
     """
-    check_rotation(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, norms)
+    check_rotation(qkv_THE, rotation, norms)
     if qkv_THE.is_cuda:
-        return _triton().rotate_and_cache(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, norms)
+        return _triton().rotate_and_cache(qkv_THE, rotation, norms)
     if not slots_are_checked:
-        check_slots(slot_T, k_cache_NKPE.shape[0] * k_cache_NKPE.shape[2])
-    rotate = rotate_and_cache_cpu if available() else rotate_and_cache_reference
-    return rotate(qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, norms)
+        check_slots(rotation.slot_T, rotation.k_cache_NKPE.shape[0] * rotation.k_cache_NKPE.shape[2])
+    return (rotate_and_cache_cpu if available() else rotate_and_cache_reference)(qkv_THE, rotation, norms)
 
 
 def swiglu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:

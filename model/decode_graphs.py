@@ -80,7 +80,7 @@ class DecodeGraphs:
             for graph in graphs:
                 graph.forms = [graph.forms[is_faster]]
             kept = "in kernels of products" if is_faster else "in their own kernels"
-            self.note = f"one row: norms and SwiGLU {kept}; {1000 * fused_s:.2f} ms a step in those of products, {1000 * apart_s:.2f} in their own"
+            self.note = f"one row: norms, rotations and SwiGLU {kept}; {1000 * fused_s:.2f} ms a step in those of products, {1000 * apart_s:.2f} in their own"
 
     def fits(self, arrays: StepArrays) -> bool:
         """Return True if a graph covers the step: decode rows only, one per sequence, and few enough, as in the last step."""

@@ -10,7 +10,7 @@ from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.layer_ops import add_rms_norm, check_slots, norm_linear, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.attention import AttentionForm, PackedSequences
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Matrix, Weight
 from tightwire.model.adapters.product import AdapterProducts
@@ -101,15 +101,22 @@ class EagerLayers:
         self._placed[index] = weights
 
     def attention(self, index: int, update_TD: Tensor | None) -> Tensor:
-        return self.attend(index, self.project(index, update_TD))
+        weights, cache = self._placed[index], self._cache
+        norms = weights.attention_norm, weights.attention_update_norm
+        if weights.q_norm is not None or cache.kv_dtype != cache.dtype or not self._fuses(weights.qkv, norms):
+            return self.attend(index, self.project(index, update_TD))
+        rotation = self._rotation(index)
+        q_TO = self._fused(weights.qkv, weights.qkv_bias, update_TD, norms, rotation=rotation)
+        return self._mix(index, q_TO.view(-1, self._shard.local_heads, self._config.head_dim), rotation)
 
     def project(self, index: int, update_TD: Tensor | None) -> Tensor:
         """Compute the layer's norm and return its queries, keys and values, (T, H + 2 K, E)."""
         weights = self._placed[index]
         norms = weights.attention_norm, weights.attention_update_norm
         bias_O, _ = self._key_biases.split(index, weights.qkv_bias)
-        qkv_TO = self._fused(weights.qkv, bias_O, update_TD, norms)
-        if qkv_TO is None:
+        if self._fuses(weights.qkv, norms):
+            qkv_TO = self._fused(weights.qkv, bias_O, update_TD, norms)
+        else:
             x_TD = self._normed(update_TD, *norms)
             qkv_TO = self.column_parallel("qkv", index, x_TD, bias_O, self._batch.num_decode_rows)
             self._adapt("qkv", index, x_TD, qkv_TO)
@@ -127,22 +134,26 @@ class EagerLayers:
         return torch.stack([part.flatten(1).float().square().sum(1) for part in parts], dim=1)
 
     def attend(self, index: int, qkv_THE: Tensor, mean_squares_T2: Tensor | None = None) -> Tensor:
-        """Compute attention and its output projection. ``mean_squares``: of all ranks' queries and keys.
-
-        Only rank 0 has the bias, so the sum over the ranks adds it once.
-        """
-        config, weights, norms = self._config, self._placed[index], None
+        """Compute attention and its output projection. ``mean_squares``: of all ranks' queries and keys."""
+        weights, norms = self._placed[index], None
         if weights.q_norm is not None and weights.k_norm is not None:
-            whole = config.qk_norm == "projection"
+            whole = self._config.qk_norm == "projection"
             norms = HeadNorms(weights.q_norm, weights.k_norm, self._form, whole, mean_squares_T2)
-        keys_NKPE, values_NKPE = self._cache.layer(index)  # waits for a transfer; as late as possible
+        rotation = self._rotation(index)
+        return self._mix(index, rotate_and_cache(qkv_THE, rotation, norms, slots_are_checked=True), rotation)
+
+    def _rotation(self, index: int) -> Rotation:
+        """Call it as late as possible, once: it waits for a transfer."""
         group, _ = self._cache.groups.places[index]
-        placed = keys_NKPE, values_NKPE, self._batch.slots_LT[group]
-        cos_TE, sin_TE = self._angles[index]
-        q_THE = rotate_and_cache(qkv_THE, cos_TE, sin_TE, *placed, norms, slots_are_checked=True)
+        return Rotation(*self._angles[index], *self._cache.layer(index), self._batch.slots_LT[group])
+
+    def _mix(self, index: int, q_THE: Tensor, rotation: Rotation) -> Tensor:
+        """Attend, and multiply with the output projection. Only rank 0 has its bias, so the sum over the ranks adds it once."""
+        config, weights, caches = self._config, self._placed[index], (rotation.k_cache_NKPE, rotation.v_cache_NKPE)
         _, key_bias = self._key_biases.split(index, weights.qkv_bias)
         form = AttentionForm(config.scale, self._head_groups, config.window_of(index), config.score_cap, key_bias)
-        mixed_TF = paged_attention(q_THE, keys_NKPE, values_NKPE, self._sequences[group], form).flatten(1)
+        sequences = self._sequences[self._cache.groups.places[index][0]]
+        mixed_TF = paged_attention(q_THE, *caches, sequences, form).flatten(1)
         out = weights.attention_out, weights.attention_out_bias
         partial_TD = self._row_parallel(mixed_TF, *out, self._batch.num_decode_rows)
         return self._adapt("attention_out", index, mixed_TF, partial_TD)
@@ -150,8 +161,9 @@ class EagerLayers:
     def mlp(self, index: int, update_TD: Tensor) -> Tensor:
         weights = self._placed[index]
         norms, num_decode, needed_R = (weights.mlp_norm, weights.mlp_update_norm), self._batch.num_decode_rows, None
-        gated_TF = self._fused(weights.gate_up, weights.gate_up_bias, update_TD, norms, self._gelu)
-        if gated_TF is None:
+        if self._fuses(weights.gate_up, norms):
+            gated_TF = self._fused(weights.gate_up, weights.gate_up_bias, update_TD, norms, self._gelu)
+        else:
             x_TD = self._normed(update_TD, *norms)
             if index == self._config.num_layers - 1 and self._batch.needed is not None and self._adapted is None:
                 needed_R, num_decode = self._batch.needed
@@ -166,13 +178,22 @@ class EagerLayers:
     def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
         return finish(self.residual_TD, update_TD, last_norm, self._form)
 
+    def _fuses(self, weight: Weight, norms: _Norms) -> bool:
+        return self._batch.fuses and isinstance(weight, Tensor) and norms[0] is not None and norms[1] is None
+
     def _fused(
-        self, weight: Weight, bias_O: Tensor | None, update_TD: Tensor | None, norms: _Norms, gelu: bool | None = None
-    ) -> Tensor | None:
-        """Add the update, and return the product of the sum's norm, with ``gelu`` SwiGLU of it, from one kernel; None if it is not to."""
-        if not self._batch.fuses or not isinstance(weight, Tensor) or norms[0] is None or norms[1] is not None:
-            return None
-        out_TO, self.residual_TD = norm_linear(update_TD, self.residual_TD, norms[0], self._form, weight, bias_O, gelu)
+        self,
+        weight: Weight,
+        bias_O: Tensor | None,
+        update_TD: Tensor | None,
+        norms: _Norms,
+        gelu: bool | None = None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Add the update, and return what ``norm_linear`` computes of the sum."""
+        assert isinstance(weight, Tensor) and norms[0] is not None
+        given = update_TD, self.residual_TD, norms[0], self._form, weight, bias_O, gelu, rotation
+        out_TO, self.residual_TD = norm_linear(*given)
         return out_TO
 
     def _normed(self, update_TD: Tensor | None, norm: Tensor | None, update_norm: Tensor | None) -> Tensor:

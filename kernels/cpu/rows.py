@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.library import struct
 from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, addresses, run_on_rows
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation
 
 
 def add_rms_norm_cpu(
@@ -31,15 +31,8 @@ def add_rms_norm_cpu(
     return out_TD, sum_TD
 
 
-def rotate_and_cache_cpu(
-    qkv_THE: Tensor,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    k_cache_NKPE: Tensor,
-    v_cache_NKPE: Tensor,
-    slot_T: Tensor,
-    norms: HeadNorms | None = None,
-) -> Tensor:
+def rotate_and_cache_cpu(qkv_THE: Tensor, rotation: Rotation, norms: HeadNorms | None = None) -> Tensor:
+    cos_TE, sin_TE, k_cache_NKPE, *_ = rotation
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
     _, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     num_heads, number_bytes = num_all_heads - 2 * num_kv_heads, qkv_THE.element_size()
@@ -48,7 +41,7 @@ def rotate_and_cache_cpu(
     if norms is not None:
         weights = addresses(norms.q_norm, norms.k_norm, norms.mean_squares_T2)
         head_norms = (*weights, int(norms.whole), norms.form.eps, norms.form.offset)
-    places = addresses(q_THE, qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T)
+    places = addresses(q_THE, qkv_THE, *rotation)
     qkv_strides = qkv_THE.stride(0) * number_bytes, qkv_THE.stride(1) * number_bytes
     angle_strides = cos_TE.stride(0) * 4, sin_TE.stride(0) * 4
     block_stride = k_cache_NKPE.stride(0) * k_cache_NKPE.element_size()

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from tightwire.kernels.cuda.barrier import begin_call, end_call, wait_for_peers
 from tightwire.kernels.cuda.block_tiles import decode_row, encode_row, stays_rotated
+from tightwire.kernels.cuda.launch import wait_for_last
 from tightwire.kernels.cuda.numbers import add_tiles, load_tiles, store_tiles
 
 
@@ -13,6 +14,7 @@ from tightwire.kernels.cuda.numbers import add_tiles, load_tiles, store_tiles
 def one_shot_kernel(
     x, out, headers, failure, num_elems, rank, send_at, send_bytes, max_polls, WORLD: tl.constexpr, tiling: tl.constexpr
 ):
+    wait_for_last()
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
     send = send_at + (number & 1) * send_bytes
@@ -45,6 +47,7 @@ def two_shot_kernel(
     WORLD: tl.constexpr,
     tiling: tl.constexpr,
 ):
+    wait_for_last()
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
     send = header_bytes + (number & 1) * send_bytes

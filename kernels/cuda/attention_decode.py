@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tightwire.kernels.cuda.attention_tiles import LOWEST, AttentionShape, attend_keys, load_bias, no_keys, sequence_of
-from tightwire.kernels.cuda.launch import launch, padded
+from tightwire.kernels.cuda.launch import launch, padded, wait_for_last
 from tightwire.kernels.cuda.numbers import load_operand, narrowed, raw
 from tightwire.kernels.spec.attention import LOG2_E, AttentionForm, PackedSequences
 
@@ -135,6 +135,7 @@ def _attend_chunks(
 
     CHUNKS: CHUNK_KEYS and the three sizes after it. MERGED: heads, and chunks, merged at once. PARTIAL: there may be several.
     """
+    wait_for_last()
     share = tl.program_id(0) % sharing
     kv_head = tl.program_id(0) // sharing % shape.kv_heads
     place = tl.program_id(0) // sharing // shape.kv_heads

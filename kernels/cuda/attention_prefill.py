@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tightwire.kernels.cuda.attention_tiles import AttentionShape, attend_keys, load_bias, no_keys, sequence_of
-from tightwire.kernels.cuda.launch import NUM_STAGES, launch, padded
+from tightwire.kernels.cuda.launch import NUM_STAGES, launch, padded, wait_for_last
 from tightwire.kernels.cuda.numbers import load_operand, narrowed, raw
 from tightwire.kernels.spec.attention import LOG2_E, AttentionForm, PackedSequences
 
@@ -82,6 +82,7 @@ def _attend_tile(
     window,
     shape: tl.constexpr,
 ):
+    wait_for_last()
     QUERIES: tl.constexpr = shape.rows // shape.per_kv_head
     kv_head = tl.program_id(0) % shape.kv_heads
     tile = num_tiles - 1 - tl.program_id(0) // shape.kv_heads  # a prompt's last tiles have most keys: they start first

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tightwire.kernels.cuda.block_tiles import decode_row, encode_row, stays_rotated
-from tightwire.kernels.cuda.launch import launch
+from tightwire.kernels.cuda.launch import launch, wait_for_last
 from tightwire.kernels.cuda.numbers import add_tiles, load_tiles, make_tiling, store_tiles
 from tightwire.kernels.spec.block_format import BlockFormat
 from tightwire.kernels.spec.block_quant import bytes_for, check_message, check_numbers
@@ -92,6 +92,7 @@ def check_carried(carried_M: Tensor | None, fmt: BlockFormat | None, num_elems: 
 
 @triton.jit
 def _encode(x, out, carried, num_elems, fmt: tl.constexpr, tiling: tl.constexpr):
+    wait_for_last()
     row_B = tl.program_id(0).to(tl.int64) * tiling.rows + tl.arange(0, tiling.rows)
     tiles = load_tiles(x, row_B * tiling.elems, num_elems, tiling)
     encode_row(out, row_B, num_elems, tiles, carried, fmt, False, tiling)
@@ -100,6 +101,7 @@ def _encode(x, out, carried, num_elems, fmt: tl.constexpr, tiling: tl.constexpr)
 @triton.jit
 def _decode(buf, out, num_elems, fmt: tl.constexpr, ADDS: tl.constexpr, tiling: tl.constexpr):
     """Decode to ``out``, or with ADDS add to it."""
+    wait_for_last()
     row_B = tl.program_id(0).to(tl.int64) * tiling.rows + tl.arange(0, tiling.rows)
     tiles = decode_row(buf, row_B, num_elems, fmt, False, tiling)
     if ADDS:
@@ -112,6 +114,7 @@ def _decode_reduce_encode(
     bufs, out, carried, num_elems, fmt: tl.constexpr, out_fmt: tl.constexpr, tiling: tl.constexpr
 ):
     """Decode, add and encode ``bufs``, a tuple of pointers, in its order."""
+    wait_for_last()
     row_B = tl.program_id(0).to(tl.int64) * tiling.rows + tl.arange(0, tiling.rows)
     rotated: tl.constexpr = stays_rotated(fmt, out_fmt)
     total = decode_row(bufs[0], row_B, num_elems, fmt, rotated, tiling)

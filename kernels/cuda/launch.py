@@ -1,9 +1,15 @@
-"""Launches Triton kernels."""
+"""Launches Triton kernels. From compute capability 9.0 on a kernel starts while that before it ends, so each calls ``wait_for_last`` first."""
 
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tightwire.kernels.cuda.numbers import INTERPRETED
 
 # Kernels whose comments state numbers per thread assume 128 threads.
 NUM_WARPS = 4
@@ -24,8 +30,26 @@ def launch(
     Multiplications and additions are not fused: fused ones round once where the references round twice.
     """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+        options = {
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+            "maxnreg": maxnreg,
+            "launch_pdl": _overlaps(device),
+        }
         kernel[(num_programs,)](*args, **options, enable_fp_fusion=False)
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def wait_for_last():
+    """Wait until the kernel before has ended, and all threads see what it wrote; then programs of the next may start, and wait here."""
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(9, 0):
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 def padded(size: int, at_least: int = 1) -> int:

@@ -3,14 +3,17 @@
 Each computes in float32 and rounds once. The residual sum of ``add_rms_norm`` is rounded to its own type before it is normalized.
 """
 
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.cuda.launch import launch, padded
+from tightwire.kernels.cuda.launch import launch, padded, wait_for_last
 from tightwire.kernels.cuda.numbers import bf16_above, from_bf16, narrowed, raw, widened
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, head_norm
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, head_norm
 
 _MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
 # Each of 128 threads rotates eight pairs: a vector of 16-bit numbers from either half of a head.
@@ -67,6 +70,7 @@ def _rms_norm_row(
     X_WEIGHTED: tl.constexpr,
     PLACES: tl.constexpr,
 ):
+    wait_for_last()
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
     kept = place < size
@@ -87,36 +91,43 @@ def _rms_norm_row(
     tl.store(raw(out) + row * size + place, narrowed(value, out.dtype.element_ty), mask=kept)
 
 
-def rotate_and_cache(
-    qkv_THE: Tensor,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    k_cache_NKPE: Tensor,
-    v_cache_NKPE: Tensor,
-    slot_T: Tensor,
-    norms: HeadNorms | None = None,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of queries, keys and values, and the layout of their caches, as constants of a kernel."""
+
+    queries: int
+    keys: int
+    half: int  # pairs of numbers of a head
+    turned: int  # the first of them, which are rotated
+    page: int  # tokens of a block
+    stored: int  # numbers of a token's key in a cache
+    block_stride: int
+
+    @classmethod
+    def of(cls, num_all_heads: int, head_dim: int, rotation: Rotation) -> Self:
+        keys, (_, num_keys, page, stored) = rotation.k_cache_NKPE, rotation.k_cache_NKPE.shape
+        half, turned = head_dim // 2, rotation.cos_TE.shape[1]
+        return cls(num_all_heads - 2 * num_keys, num_keys, half, turned, page, stored, keys.stride(0))
+
+
+def rotate_and_cache(qkv_THE: Tensor, rotation: Rotation, norms: HeadNorms | None = None) -> Tensor:
     """Compute ``layer_ops.rotate_and_cache`` for CUDA tensors. The returned queries are contiguous.
 
     Norms of all heads together are applied in a pass before; those of each head while it is rotated.
     """
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
-    _, num_kv_heads, tokens_per_block, stored = k_cache_NKPE.shape
-    num_heads = num_all_heads - 2 * num_kv_heads
+    heads = Heads.of(num_all_heads, head_dim, rotation)
     if norms is not None and norms.whole:
-        qkv_THE, norms = norm_projections(qkv_THE, num_heads, num_kv_heads, norms), None
-    q_THE = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv_THE.dtype, device=qkv_THE.device)
-    pairs = padded(head_dim // 2)
-    heads_at_once = min(padded(num_all_heads), max(1, _ROTATED_PAIRS // pairs))
+        qkv_THE, norms = norm_projections(qkv_THE, heads.queries, heads.keys, norms), None
+    q_THE = torch.empty((num_tokens, heads.queries, head_dim), dtype=qkv_THE.dtype, device=qkv_THE.device)
+    pairs = padded(heads.half)
+    at_once = min(padded(num_all_heads), max(1, _ROTATED_PAIRS // pairs))
     if num_tokens:
         q_norm, k_norm, form = (qkv_THE, qkv_THE, NormForm(0.0)) if norms is None else norms[:3]
-        tensors = qkv_THE, cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T, q_THE, q_norm, k_norm
-        strides = *qkv_THE.stride()[:2], cos_TE.stride(0), sin_TE.stride(0), k_cache_NKPE.stride(0)
-        heads = num_heads, num_kv_heads, head_dim // 2, cos_TE.shape[1]
-        sizes = *heads, tokens_per_block, stored, heads_at_once, pairs, norms is not None
-        num_programs = num_tokens * -(-num_all_heads // heads_at_once)
-        given = *tensors, *strides, form.eps, form.offset
-        launch(_rotate_and_cache_heads, num_programs, qkv_THE.device, *given, *sizes)
+        strides = *qkv_THE.stride()[:2], rotation.cos_TE.stride(0), rotation.sin_TE.stride(0)
+        given = qkv_THE, *rotation, q_THE, q_norm, k_norm, *strides, form.eps, form.offset
+        num_programs = num_tokens * -(-num_all_heads // at_once)
+        launch(_rotate_and_cache_heads, num_programs, q_THE.device, *given, heads, at_once, pairs, norms is not None)
     return q_THE
 
 
@@ -144,34 +155,25 @@ def _rotate_and_cache_heads(
     head_stride,
     cos_stride,
     sin_stride,
-    block_stride,
     eps,
     offset,
-    NUM_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    TURNED: tl.constexpr,
-    PAGE: tl.constexpr,
-    STORED: tl.constexpr,
-    HEADS: tl.constexpr,
+    heads: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PAIRS: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Normalize and rotate the queries and keys among HEADS of one token's heads, and store each head.
-
-    The first TURNED pairs of numbers are TURNED apart; the others, which are not rotated, HALF.
-    """
-    PARTS: tl.constexpr = (NUM_HEADS + 2 * KV_HEADS + HEADS - 1) // HEADS
+    """Normalize and rotate the queries and keys among AT_ONCE of one token's heads, and store each head."""
+    wait_for_last()
+    NUM_HEADS: tl.constexpr = heads.queries
+    KV_HEADS: tl.constexpr = heads.keys
+    HALF: tl.constexpr = heads.half
+    PAGE: tl.constexpr = heads.page
+    PARTS: tl.constexpr = (NUM_HEADS + 2 * KV_HEADS + AT_ONCE - 1) // AT_ONCE
     dtype: tl.constexpr = qkv.dtype.element_ty
     token = (tl.program_id(0) // PARTS).to(tl.int64)
-    head_H = tl.program_id(0) % PARTS * HEADS + tl.arange(0, HEADS)
+    head_H = tl.program_id(0) % PARTS * AT_ONCE + tl.arange(0, AT_ONCE)
     pair_E = tl.arange(0, PAIRS)
-    if TURNED == HALF:  # places that follow each other load in vectors
-        first_E = pair_E
-        second_E = pair_E + HALF
-    else:
-        first_E = tl.where(pair_E < TURNED, pair_E, pair_E + TURNED)
-        second_E = tl.where(pair_E < TURNED, pair_E + TURNED, pair_E + HALF)
+    first_E, second_E = pair_places(pair_E, heads)
     there_HE = (head_H < NUM_HEADS + 2 * KV_HEADS)[:, None] & (pair_E < HALF)[None, :]
     source_H = raw(qkv) + token * token_stride + head_H * head_stride
     first_HE = widened(tl.load(source_H[:, None] + first_E[None, :], mask=there_HE, other=0))
@@ -190,8 +192,8 @@ def _rotate_and_cache_heads(
         second_normed_HE = second_HE * root_H1 * (tl.where(is_q_H1, second_q_E, second_k_E) + offset)
         first_HE = tl.where(turns_H1, widened(narrowed(first_normed_HE, dtype)), first_HE)
         second_HE = tl.where(turns_H1, widened(narrowed(second_normed_HE, dtype)), second_HE)
-    cos_HE = tl.load(cos + token * cos_stride + pair_E, mask=pair_E < TURNED, other=1)[None, :]
-    sin_HE = tl.load(sin + token * sin_stride + pair_E, mask=pair_E < TURNED, other=0)[None, :]
+    cos_HE = tl.load(cos + token * cos_stride + pair_E, mask=pair_E < heads.turned, other=1)[None, :]
+    sin_HE = tl.load(sin + token * sin_stride + pair_E, mask=pair_E < heads.turned, other=0)[None, :]
 
     turned_first_HE = first_HE * cos_HE - second_HE * sin_HE
     turned_second_HE = second_HE * cos_HE + first_HE * sin_HE
@@ -205,7 +207,7 @@ def _rotate_and_cache_heads(
 
     slot = tl.load(slots + token)
     kv_head_H = (head_H - NUM_HEADS) % KV_HEADS
-    base_H = (slot // PAGE).to(tl.int64) * block_stride + kv_head_H * (PAGE * STORED)
+    base_H = (slot // PAGE).to(tl.int64) * heads.block_stride + kv_head_H * (PAGE * heads.stored)
     place_H = base_H + slot % PAGE * (2 * HALF)
     first_place_HE = place_H[:, None] + first_E[None, :]
     second_place_HE = place_H[:, None] + second_E[None, :]
@@ -227,6 +229,16 @@ def _rotate_and_cache_heads(
     tl.store(raw(k_cache) + second_place_HE, second_HE, mask=is_k_HE)
     tl.store(raw(v_cache) + first_place_HE, first_HE, mask=is_v_HE)
     tl.store(raw(v_cache) + second_place_HE, second_HE, mask=is_v_HE)
+
+
+@triton.jit
+def pair_places(pair, heads: tl.constexpr):
+    """Return a pair's two places in a head: as far apart as many pairs are rotated; of those that are not, by half a head."""
+    if heads.turned == heads.half:  # places that follow each other load in vectors
+        return pair, pair + heads.half
+    else:
+        turned = pair < heads.turned
+        return tl.where(turned, pair, pair + heads.turned), pair + tl.where(turned, heads.turned, heads.half)
 
 
 @triton.jit
@@ -260,6 +272,7 @@ def swiglu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
 
 @triton.jit
 def _swiglu_part(gate_up, out, row_stride, width, parts, PLACES: tl.constexpr, GELU: tl.constexpr):
+    wait_for_last()
     row = (tl.program_id(0) // parts).to(tl.int64)
     place = tl.program_id(0) % parts * PLACES + tl.arange(0, PLACES)
     kept = place < width

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.cuda.launch import launch
+from tightwire.kernels.cuda.launch import launch, wait_for_last
 from tightwire.kernels.cuda.numbers import INTERPRETED, load_operand, narrowed, raw, widened
 from tightwire.kernels.cuda.packed_blocks import BlockLayout, find_codes, find_piece, layout_of, load_bytes, load_scales
 from tightwire.kernels.spec.gguf_blocks import Codes
@@ -82,6 +82,7 @@ def _packed_product(
     """Compute one tile. x is multiplied with codes, which 16 bits hold exactly, and the sum of a scale's numbers with the scale: fewer
     instructions than to scale each number, and weights are not rounded.
     """
+    wait_for_last()
     packed: tl.constexpr = LAYOUT.packed
     CODES: tl.constexpr = LAYOUT.packed.codes
     run: tl.constexpr = LAYOUT.packed.codes.run
@@ -193,6 +194,7 @@ def _numbers(low, high, x, IN_UNIT: tl.constexpr, CODES: tl.constexpr):
 @triton.jit
 def _unpack(blocks, halves, out, num_pieces, of_row, depth, row_bytes, LAYOUT: tl.constexpr):
     """Unpack some pieces of rows that follow each other."""
+    wait_for_last()
     run: tl.constexpr = LAYOUT.packed.codes.run
     num_phases: tl.constexpr = LAYOUT.num_phases
     run_elems: tl.constexpr = LAYOUT.run_elems

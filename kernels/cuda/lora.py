@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightwire.kernels.cuda.launch import launch
+from tightwire.kernels.cuda.launch import launch, wait_for_last
 from tightwire.kernels.cuda.numbers import load_operand, narrowed, raw, widened
 from tightwire.kernels.spec.lora import PANEL_OUTPUTS, AdapterSite, check_adapters
 
@@ -44,6 +44,7 @@ def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, sl
 @triton.jit
 def _shrink(slots, ranks, x, a, shrunk, num_rows, width, depth, layer, slot_stride, NUM_PARTS: tl.constexpr):
     """Compute one tile of shrunk (T, width) = x A^T; row by row, only the first parts x rank numbers are written."""
+    wait_for_last()
     num_tiles = tl.cdiv(width, _RANKS)
     row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
     place_J = tl.program_id(0) % num_tiles * _RANKS + tl.arange(0, _RANKS)
@@ -67,6 +68,7 @@ def _shrink(slots, ranks, x, a, shrunk, num_rows, width, depth, layer, slot_stri
 @triton.jit
 def _expand(slots, ranks, shrunk, b, out, num_rows, width, num_outputs, part_stops, layer, slot_stride):
     """Add one tile of shrunk B to out (T, O). Rows without an adapter are not written."""
+    wait_for_last()
     num_tiles = tl.cdiv(num_outputs, _OUTPUTS)
     row_R = tl.program_id(0) // num_tiles * _ROWS + tl.arange(0, _ROWS)
     first = tl.program_id(0) % num_tiles * _OUTPUTS

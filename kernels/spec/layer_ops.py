@@ -23,6 +23,17 @@ class NormForm(NamedTuple):
     scale: float = 1.0  # of what ``add_rms_norm`` adds to the residual
 
 
+class Rotation(NamedTuple):
+    """How queries and keys are rotated, and where keys and values are stored."""
+
+    cos_TE: Tensor  # (T, N) float32; the first 2 N numbers of a head are rotated
+    sin_TE: Tensor
+    k_cache_NKPE: Tensor  # (N, K, P, E), written in place: what q's dtype holds, in the caches' format
+    v_cache_NKPE: Tensor
+    # int32, block * P + offset within the block. On a GPU slots are not checked, and a negative one marks a padding row: nothing is stored.
+    slot_T: Tensor
+
+
 class HeadNorms(NamedTuple):
     """RMS norms of q and k before their rotation."""
 
@@ -70,22 +81,15 @@ def head_norm(x_THE: Tensor, weight: Tensor, norms: HeadNorms, column: int) -> T
     return _normed(x_TX, weight, norms.form, mean_T1).view(x_THE.shape).to(x_THE.dtype)
 
 
-def rotate_and_cache_reference(
-    qkv_THE: Tensor,
-    cos_TE: Tensor,
-    sin_TE: Tensor,
-    k_cache_NKPE: Tensor,
-    v_cache_NKPE: Tensor,
-    slot_T: Tensor,
-    norms: HeadNorms | None = None,
-) -> Tensor:
+def rotate_and_cache_reference(qkv_THE: Tensor, rotation: Rotation, norms: HeadNorms | None = None) -> Tensor:
     """The norms of queries and keys, ``apply_rope_reference`` of both, then ``write_kv_reference``."""
-    num_kv_heads = k_cache_NKPE.shape[1]
+    cos_TE, sin_TE, *caches, slot_T = rotation
+    num_kv_heads = caches[0].shape[1]
     num_heads = qkv_THE.shape[1] - 2 * num_kv_heads
     q_THE, k_TKE, v_TKE = torch.split(qkv_THE, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
         q_THE, k_TKE = head_norm(q_THE, norms.q_norm, norms, 0), head_norm(k_TKE, norms.k_norm, norms, 1)
-    write_kv_reference(apply_rope_reference(k_TKE, cos_TE, sin_TE), v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
+    write_kv_reference(apply_rope_reference(k_TKE, cos_TE, sin_TE), v_TKE, *caches, slot_T)
     return apply_rope_reference(q_THE, cos_TE, sin_TE)
 
 
@@ -117,17 +121,25 @@ def norm_linear_reference(
     weight_OD: Tensor,
     bias_O: Tensor | None = None,
     gelu: bool | None = None,
+    rotation: Rotation | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The product of ``rms_norm(s)``, with ``gelu`` ``swiglu`` of it, in float32, rounded once; and s, as in ``add_rms_norm``, or the residual."""
+    """The product of ``rms_norm(s)`` in float32, rounded once; and s, as in ``add_rms_norm``, or the residual.
+
+    With ``gelu`` ``swiglu`` of the product; with ``rotation`` its queries, after ``rotate_and_cache_reference``.
+    """
     sum_1D = residual_1D if x_1D is None else add_rms_norm_reference(x_1D, residual_1D, norm_D, form)[1]
     out_1O = F.linear(_normed(sum_1D, norm_D, form), weight_OD.float(), None if bias_O is None else bias_O.float())
-    return (out_1O if gelu is None else swiglu_reference(out_1O, gelu=gelu)).to(norm_D.dtype), sum_1D
+    if gelu is not None:
+        out_1O = swiglu_reference(out_1O, gelu=gelu)
+    if rotation is not None:
+        head_dim = rotation.k_cache_NKPE.shape[3]
+        out_1O = rotate_and_cache_reference(out_1O.view(1, -1, head_dim), rotation).flatten(1)
+    return out_1O.to(norm_D.dtype), sum_1D
 
 
-def check_rotation(
-    qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, norms: HeadNorms | None
-) -> None:
+def check_rotation(qkv: Tensor, rotation: Rotation, norms: HeadNorms | None) -> None:
     """Raise ValueError unless these are the arguments of ``rotate_and_cache``. Slots are not read."""
+    cos, sin, k_cache, v_cache, slots = rotation
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, num_kv_heads, tokens_per_block, width = k_cache.shape
     fits = head_dim % 2 == 0 and width == cache_width(head_dim, k_cache.dtype) and num_all_heads > 2 * num_kv_heads

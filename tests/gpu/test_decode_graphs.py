@@ -72,7 +72,7 @@ def test_replayed_steps_give_the_models_logits(num_seqs: int, device: torch.devi
 def test_a_step_of_one_row_in_either_form(
     is_faster: bool, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Norms and SwiGLU in kernels of their own, or in those of products: as near to float32 as kernels launched one by one."""
+    """Norms, rotations and SwiGLU in kernels of their own, or in those of products: as near to float32 as kernels launched one by one."""
     fused = list[int]()
 
     def product(x: Tensor | None, residual: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
@@ -97,5 +97,5 @@ def test_a_step_of_one_row_in_either_form(
 def test_both_forms_of_one_row_are_timed(device: torch.device, tmp_path: Path) -> None:
     note = _runner(make_tiny(tmp_path), device, 1, torch.bfloat16).note
     assert re.fullmatch(
-        r"one row: norms and SwiGLU in .* kernels.*; \d+\.\d\d ms a step in those .*, \d+\.\d\d .*", note
+        r"one row: norms, rotations and SwiGLU in .* kernels.*; \d+\.\d\d ms a step in those .*, \d+\.\d\d .*", note
     )

@@ -10,6 +10,7 @@ from tightwire.kernels.packed import arrange
 from tightwire.kernels.spec.gguf_blocks import Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.layer_ops import (
     NormForm,
+    Rotation,
     add_rms_norm_reference,
     norm_linear_reference,
     rotate_and_cache_reference,
@@ -35,8 +36,8 @@ def test_rotation_and_cache_to_the_bit(
     cos, sin = angles.cos(), angles.sin()
     k_want, v_want = torch.zeros(2, 64, num_kv_heads, 16, head_dim, dtype=dtype)
     k_got, v_got = k_want.to(device), v_want.to(device)
-    want = rotate_and_cache_reference(qkv, cos, sin, k_want, v_want, slots)
-    got = rotate_and_cache(qkv.to(device), cos.to(device), sin.to(device), k_got, v_got, slots.to(device))
+    want = rotate_and_cache_reference(qkv, Rotation(cos, sin, k_want, v_want, slots))
+    got = rotate_and_cache(qkv.to(device), Rotation(cos.to(device), sin.to(device), k_got, v_got, slots.to(device)))
     assert torch.equal(got.cpu(), want)
     assert torch.equal(k_got.cpu(), k_want) and torch.equal(v_got.cpu(), v_want)
 
@@ -86,6 +87,25 @@ def test_a_rows_norm_and_product(gelu: bool | None, dtype: torch.dtype, device: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_rotated_product(dtype: torch.dtype, device: torch.device) -> None:
+    """As the rotation of the product in a kernel of its own, which rounds the product first."""
+    given = [torch.randn(shape, device=device).to(dtype) for shape in ((1, 4096), (1, 4096), 4096)]
+    weight, (cos, sin) = torch.randn(6144, 4096, device=device).to(dtype), torch.randn(2, 1, 64, device=device)
+    cache, slots = (
+        torch.randn(2, 4, 8, 16, 128, device=device).to(dtype),
+        torch.tensor([37], dtype=torch.int32, device=device),
+    )
+    got_cache, want_cache = cache.clone(), cache.clone()
+    got, _ = norm_linear(*given, NormForm(1e-5), weight, rotation=Rotation(cos, sin, *got_cache, slots))
+    product, _ = norm_linear(*given, NormForm(1e-5), weight)
+    want = rotate_and_cache(product.view(1, 48, 128), Rotation(cos, sin, *want_cache, slots))
+    bound = 2 * torch.finfo(dtype).eps * float(product.abs().max() * (cos.abs() + sin.abs()).max())
+    torch.testing.assert_close(got, want.flatten(1), rtol=0, atol=bound)
+    torch.testing.assert_close(got_cache, want_cache, rtol=0, atol=bound)
+    assert int((got_cache != cache).any(-1).sum()) == 2 * 8  # a token's keys and values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @each_format
 def test_packed_product(packed: PackedFormat, dtype: torch.dtype, device: torch.device) -> None:
     """Few rows: one rounding to the type, and those of a float32 sum. Many: torch's own."""
@@ -130,19 +150,20 @@ def test_all_in_one_captured_graph(device: torch.device) -> None:
     cos, sin = torch.ones(4, 64, device=device), torch.zeros(4, 64, device=device)
     slots = torch.tensor([3, 17, -1, 40], dtype=torch.int32, device=device)
     k_cache, v_cache = torch.zeros(2, 4, 8, 16, 128, dtype=torch.bfloat16, device=device)
-    rotate_and_cache(qkv, cos, sin, k_cache, v_cache, slots)  # compiles
+    rotation = Rotation(cos, sin, k_cache, v_cache, slots)
+    rotate_and_cache(qkv, rotation)  # compiles
     swiglu(gate_up)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        q, gated = rotate_and_cache(qkv, cos, sin, k_cache, v_cache, slots), swiglu(gate_up)
+        q, gated = rotate_and_cache(qkv, rotation), swiglu(gate_up)
     for seed in range(3):
         generator = torch.Generator(device).manual_seed(seed)
         for tensor in (qkv, gate_up):
             tensor.copy_(torch.randn(tensor.shape, device=device, generator=generator))
         graph.replay()
         k_replayed, v_replayed = k_cache.clone(), v_cache.clone()
-        assert torch.equal(q, rotate_and_cache(qkv, cos, sin, k_cache, v_cache, slots))
+        assert torch.equal(q, rotate_and_cache(qkv, rotation))
         assert torch.equal(gated, swiglu(gate_up))
         assert torch.equal(k_replayed, k_cache) and torch.equal(v_replayed, v_cache)
         assert int((k_cache != 0).any(-1).any(1).sum()) == 3  # the padding row stored nothing

@@ -14,6 +14,7 @@ from tightwire.kernels.spec.int8_heads import cache_width
 from tightwire.kernels.spec.layer_ops import (
     HeadNorms,
     NormForm,
+    Rotation,
     add_rms_norm_reference,
     rms_norm_reference,
     rotate_and_cache_reference,
@@ -171,8 +172,8 @@ def _assert_the_references_bits(
         got_caches, want_caches = (empty.clone(), empty.clone()), (empty.clone(), empty.clone())
         if len(qkv) > 2:
             qkv[0, -1, 0], qkv[1, -1, -1], qkv[2, -1] = torch.nan, -torch.inf, 0.0
-    want = rotate_and_cache_reference(qkv.clone(), cos, sin, *want_caches, slots)
-    got = function(qkv.clone(), cos, sin, *got_caches, slots)
+    want = rotate_and_cache_reference(qkv.clone(), Rotation(cos, sin, *want_caches, slots))
+    got = function(qkv.clone(), Rotation(cos, sin, *got_caches, slots))
     assert torch.equal(got, want), f"{shape} {dtype}"
     for mine, other in zip(got_caches, want_caches, strict=True):
         assert torch.equal(mine.nan_to_num(), other.nan_to_num()), f"{shape} {dtype} {kv_dtype}"
@@ -223,8 +224,8 @@ def _assert_close_with_norms(function: Callable[..., Tensor], whole: bool, given
             qkv, cos, sin, caches, slots = _inputs(shape, dtype)
             norms = _norm_of_heads(shape, dtype, whole, given)
             got_caches, want_caches = caches(), caches()
-            want = rotate_and_cache_reference(qkv, cos, sin, *want_caches, slots, norms)
-            got = function(qkv.clone(), cos, sin, *got_caches, slots, norms)
+            want = rotate_and_cache_reference(qkv, Rotation(cos, sin, *want_caches, slots), norms)
+            got = function(qkv.clone(), Rotation(cos, sin, *got_caches, slots), norms)
             unit = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 2)
             for mine, other in zip((got, *got_caches), (want, *want_caches), strict=True):
                 assert ((mine.float() - other.float()).abs() <= unit * other.float().abs().max()).all()
@@ -247,8 +248,8 @@ def _assert_a_part_is_rotated(function: Callable[..., Tensor], dtype: torch.dtyp
     for shape, turned in (((3, 9, 3, 64, 16), 24), ((5, 8, 1, 80, 32), 1)):
         qkv, cos, sin, caches, slots = _inputs(shape, dtype)
         cos, sin, got_caches, want_caches = cos[:, :turned], sin[:, :turned], caches(), caches()
-        got = function(qkv, cos, sin, *got_caches, slots)
-        assert torch.equal(got, rotate_and_cache_reference(qkv, cos, sin, *want_caches, slots))
+        got = function(qkv, Rotation(cos, sin, *got_caches, slots))
+        assert torch.equal(got, rotate_and_cache_reference(qkv, Rotation(cos, sin, *want_caches, slots)))
         assert torch.equal(got[..., 2 * turned :], qkv[:, : got.shape[1], 2 * turned :])
         assert all(map(torch.equal, got_caches, want_caches))
 
@@ -307,9 +308,10 @@ def _check_padding(group: Group) -> None:
 
     qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
     got_caches, want_caches = caches(), caches()
-    triton_ops.rotate_and_cache(qkv, cos, sin, *got_caches, torch.where(torch.arange(3) == 1, -1, slots).int())
+    padded = torch.where(torch.arange(3) == 1, -1, slots).int()
+    triton_ops.rotate_and_cache(qkv, Rotation(cos, sin, *got_caches, padded))
     kept = [0, 2]
-    rotate_and_cache_reference(qkv[kept], cos[kept], sin[kept], *want_caches, slots[kept])
+    rotate_and_cache_reference(qkv[kept], Rotation(cos[kept], sin[kept], *want_caches, slots[kept]))
     assert all(map(torch.equal, got_caches, want_caches))
 
 
@@ -328,12 +330,12 @@ def test_tensors_that_do_not_match_are_refused() -> None:
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            rotate_and_cache(*arguments)
+            rotate_and_cache(arguments[0], Rotation(*arguments[1:]))
 
 
 def _assert_nothing_is_rotated(function: Callable[..., Tensor]) -> None:
     qkv, cos, sin, caches, slots = _inputs((3, 9, 3, 64, 16), torch.bfloat16)
-    assert function(qkv[:0], cos[:0], sin[:0], *caches(), slots[:0]).shape == (0, 9, 64)
+    assert function(qkv[:0], Rotation(cos[:0], sin[:0], *caches(), slots[:0])).shape == (0, 9, 64)
 
 
 def test_no_tokens_on_a_cpu() -> None:
@@ -357,7 +359,7 @@ def test_norms_of_heads_that_do_not_match_are_refused() -> None:
         (norms._replace(mean_squares_T2=norms.mean_squares_T2[:2]), "mean squares must be (3, 2) float32"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
-            rotate_and_cache(qkv, cos, sin, *caches(), slots, wrong)
+            rotate_and_cache(qkv, Rotation(cos, sin, *caches(), slots), wrong)
 
 
 def test_norm_weights_of_two_dtypes_are_refused() -> None:
@@ -373,7 +375,7 @@ def test_a_slot_outside_the_cache_is_refused_on_a_cpu(slot: int) -> None:
     slots[1] = slot
     got, untouched = caches(), caches()
     with pytest.raises(ValueError, match="the cache has slots 0 to 127"):
-        rotate_and_cache(qkv, cos, sin, *got, slots)
+        rotate_and_cache(qkv, Rotation(cos, sin, *got, slots))
     assert all(map(torch.equal, got, untouched))
 
 
@@ -382,7 +384,8 @@ def test_rotation_turns_pairs_half_a_head_apart() -> None:
     qkv[0, 0, 1] = 1.0
     angle = torch.full((1, 4), 0.3)
     k_cache, v_cache = torch.zeros(2, 1, 1, 16, 8)
-    got = rotate_and_cache(qkv, angle.cos(), angle.sin(), k_cache, v_cache, torch.zeros(1, dtype=torch.int32))[0, 0]
+    rotation = Rotation(angle.cos(), angle.sin(), k_cache, v_cache, torch.zeros(1, dtype=torch.int32))
+    got = rotate_and_cache(qkv, rotation)[0, 0]
     assert got.nonzero().flatten().tolist() == [1, 5]
     assert got[1] == angle[0, 1].cos() and got[5] == angle[0, 1].sin()
 

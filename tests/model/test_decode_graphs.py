@@ -287,7 +287,7 @@ def test_the_clearly_faster_form_of_one_row_is_kept(
     assert {(len(each.token_ids_T), each.adapters_T) for each in model.batches if each.fuses} == {(1, None)}
     kept = "in kernels of products" if is_faster else "in their own kernels"
     told = f"{1000 * seconds:.2f} ms a step in those of products, 2000.00 in their own"
-    assert graphs.note == f"one row: norms and SwiGLU {kept}; {told}"
+    assert graphs.note == f"one row: norms, rotations and SwiGLU {kept}; {told}"
     for num_rows, adapters_T in itertools.product((1, 2), (None, np.zeros(2, np.int32))):
         arrays = replace(step(num_rows), adapters_T=None if adapters_T is None else adapters_T[:num_rows])
         for policy in (0, 1):

@@ -82,7 +82,7 @@ class Warp:
                     if not mask.all() or list(operands) != ["0"]:
                         raise PtxError(f"{name} {', '.join(operands)} of some threads is not here")
                     yield
-            elif op == "fence":
+            elif op in ("fence", "griddepcontrol"):
                 pass
             elif mask.any():
                 self._execute(op, mods, operands, mask)

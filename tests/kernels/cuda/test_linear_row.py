@@ -8,7 +8,13 @@ import torch
 from helpers.kernels.interpreted import InterpretedRank, needs_triton
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.spec.layer_ops import NormForm, add_rms_norm_reference, norm_linear_reference
+from tightwire.kernels.spec.layer_ops import (
+    NormForm,
+    Rotation,
+    add_rms_norm_reference,
+    norm_linear_reference,
+    rotate_and_cache_reference,
+)
 
 # Outputs, two a program; rows of one piece, and that end in a second and a third.
 _SIZES = (20, 576), (6, 1100), (30, 40)
@@ -58,12 +64,53 @@ def _check(
             assert bool(((want[0] - exact_O).abs() <= error_O).all())
 
 
+def _check_rotated(
+    group: Group | None,
+    dtypes: Sequence[torch.dtype] = _DTYPES,
+    heads: Sequence[tuple[int, int, int, int]] = ((5, 1, 8, 4), (2, 2, 10, 3)),
+) -> None:
+    """In float32 what the rotation's own function makes of the product, to the bit; in 16 bits that, rounded once.
+
+    ``heads``: of queries and of keys, their size, and the pairs of numbers that are rotated.
+    """
+    from tightwire.kernels.cuda.linear_row import norm_linear_row
+
+    generator, form = torch.Generator().manual_seed(1), NormForm(0.5)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16().float()
+
+    for (queries, keys, head_dim, turned), slot in itertools.product(heads, (13, -1)):
+        num_outputs = (queries + 2 * keys) * head_dim
+        given = drawn(1, 40), drawn(40), drawn(num_outputs, 40), drawn(num_outputs)
+        cos, sin = torch.randn(2, 1, turned, generator=generator)
+        blocks = drawn(4, 2 * keys, 6, head_dim)  # of keys and of values
+        for dtype in (torch.float32, *dtypes):
+            residual, norm, weight, bias = (each.to(dtype) for each in given)
+            (caches, want_caches), slots = (blocks.to(dtype, copy=True) for _ in range(2)), torch.tensor([slot]).int()
+            rotation = Rotation(cos, sin, *caches.split(keys, 1), slots)
+            got, _ = norm_linear_row(None, residual, norm, form, weight, bias, rotation=rotation)
+            if dtype == torch.float32:
+                qkv, _ = norm_linear_row(None, residual, norm, form, weight, bias)
+                # Rows of padding, which the reference does not have, write nothing.
+                expected = Rotation(cos, sin, *want_caches.split(keys, 1), slots.clamp(min=0))
+                want = rotate_and_cache_reference(qkv.view(1, -1, head_dim), expected).flatten(1)
+                exact = blocks if slot < 0 else want_caches
+            assert got.dtype == dtype and torch.equal(got, want.to(dtype)), f"{dtype} {queries} {slot}"
+            assert torch.equal(caches, exact.to(dtype)), f"{dtype} {queries} {slot}"
+
+
 @needs_triton
 @pytest.mark.parametrize(("sizes", "dtypes"), [(_SIZES, _DTYPES), (_MANY, _DTYPES[:1])])
 def test_a_rows_norm_and_product_in_the_interpreter(
     sizes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype], interpreted: InterpretedRank
 ) -> None:
     interpreted(_check, sizes, dtypes)
+
+
+@needs_triton
+def test_a_rows_rotated_product_in_the_interpreter(interpreted: InterpretedRank) -> None:
+    interpreted(_check_rotated)
 
 
 def test_more_rows_are_refused() -> None:

@@ -8,6 +8,7 @@ that differ most.
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,27 +302,23 @@ def test_attention_of_one_chunk_and_the_merge_of_several() -> None:
 )
 def test_rotation_and_cache(dtype: torch.dtype, normed: bool) -> None:
     """Nothing is fused, or a sum would round once where the reference rounds twice; 16-bit numbers move in vectors."""
-    from tightwire.kernels.cuda.layer_ops import _rotate_and_cache_heads
+    from tightwire.kernels.cuda.layer_ops import Heads, _rotate_and_cache_heads
 
     names = "qkv", "k_cache", "v_cache", "q_out", "q_norm", "k_norm"
     types = {**dict.fromkeys(names, TYPES[dtype]), "slots": "*i32", "eps": "fp32", "offset": "fp32"}
     types |= dict.fromkeys(("cos", "sin"), "*fp32")
-    constants = {
-        "NUM_HEADS": 32,
-        "KV_HEADS": 8,
-        "HALF": 64,
-        "TURNED": 64,
-        "PAGE": 16,
-        "STORED": 128,
-        "HEADS": 16,
-        "PAIRS": 64,
-    }
-    constants["NORMED"] = normed
+    heads = Heads(32, 8, 64, 64, 16, 128, 8 * 16 * 128)
+    constants = {"heads": heads, "AT_ONCE": 16, "PAIRS": 64, "NORMED": normed}
     ptx = _ptx(_rotate_and_cache_heads, H100, types, constants)
     assert "fma" not in ptx and "ftz" not in ptx
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx
     types |= dict.fromkeys(("k_cache", "v_cache"), "*i8")
-    ptx = _ptx(_rotate_and_cache_heads, H100, types, constants | {"STORED": 130})
+    ptx = _ptx(
+        _rotate_and_cache_heads,
+        H100,
+        types,
+        constants | {"heads": replace(heads, stored=130, block_stride=8 * 16 * 130)},
+    )
     assert "fma" not in ptx and "ftz" not in ptx and "div.rn" in ptx
 
 
@@ -340,7 +337,7 @@ def test_a_rows_norm_and_product_takes_few_instructions(tmp_path: Path) -> None:
 
     types: dict[str, str] = dict.fromkeys(("x", "residual", "norm", "weight", "out", "total"), "*bf16")
     types |= dict.fromkeys(("eps", "offset", "scale"), "fp32")
-    constants = {"bias": None, "GELU": False, "OUTPUTS": 16}
+    constants = {"bias": None, "rotation": None, "GELU": False, "heads": None, "OUTPUTS": 16}
     kernel = _compiled(linear_row._norm_product, H100, types, constants)
     assert _longest_loop(kernel, tmp_path / "kernel") <= 6.2 * 16 * linear_row._PLACES.value / 128
     ptx = kernel.asm["ptx"]

@@ -18,7 +18,7 @@ from tightwire.comm.codec.codec_names import has_feedback
 from tightwire.kernels.spec.attention import AttentionForm, KeyBias, PackedSequences
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.int8_heads import cache_width
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation
 from tightwire.kernels.spec.lora import AdapterSite
 from tightwire.kernels.spec.packed import PackedMatrix
 
@@ -64,9 +64,12 @@ def _row() -> Run:
 
     x, norm = torch.empty(1, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
     qkv, gate_up, form = torch.empty(6144, 4096, dtype=BF16), torch.empty(28672, 4096, dtype=BF16), NormForm(1e-5)
+    caches = torch.empty(2, 64, 8, 16, 128, dtype=BF16)
+    rotation = Rotation(*torch.empty(2, 1, 64), *caches, torch.zeros(1, dtype=torch.int32))
     return lambda: (
         norm_linear_row(None, x, norm, form, qkv, None),
         norm_linear_row(x, x.clone(), norm, form, qkv, qkv[:, 0].contiguous()),
+        norm_linear_row(x, x.clone(), norm, form, qkv, None, rotation=rotation),
         norm_linear_row(x, x.clone(), norm, form, gate_up, None, False),
     )
 
@@ -77,7 +80,7 @@ def _rotate(stored: torch.dtype, normed: bool) -> Run:
     qkv, (cos, sin), weight = torch.empty(3, 48, 128, dtype=BF16), torch.empty(2, 3, 64), torch.empty(128, dtype=BF16)
     cache, slots = torch.empty(64, 8, 16, cache_width(128, stored), dtype=stored), torch.zeros(3, dtype=torch.int64)
     norms = HeadNorms(weight, weight.clone(), NormForm(1e-5)) if normed else None
-    return lambda: layer_ops.rotate_and_cache(qkv, cos, sin, cache, cache.clone(), slots, norms)
+    return lambda: layer_ops.rotate_and_cache(qkv, Rotation(cos, sin, cache, cache.clone(), slots), norms)
 
 
 def _gelu() -> Run:
@@ -188,6 +191,15 @@ def test_a_launch(case: str, capability: int, tmp_path: Path, monkeypatch: pytes
         assert _widest_load(kernel.ptx) >= _least(kernel.name), kernel.name
         if kernel.name in ("_attend_tile", "_attend_chunks", "_shrink"):
             assert "mma" in kernel.ptx, kernel.name
+        assert _waits_first(kernel.ptx) == (capability >= 90), kernel.name
+
+
+def _waits_first(ptx: str) -> bool:
+    """True if a kernel waits for the one before, and then lets the next start, before it touches memory."""
+    accesses = re.search(r"(ld|st|atom|red)\.\S*global|cp\.async\S*global", ptx)
+    assert accesses is not None
+    waits, lets_start = (ptx.find(f"griddepcontrol.{name}") for name in ("wait;", "launch_dependents;"))
+    return 0 <= waits < lets_start < accesses.start()
 
 
 def _least(kernel: str) -> int:

@@ -30,6 +30,7 @@ _CHECKED = Path(__file__).parents[2] / "kernels/cuda"
 _QUICK: list[Any] = [
     ("layer_ops", "_check_norm", H100),
     ("linear_row", "_check", H100, [(6, 1100)]),
+    ("linear_row", "_check_rotated", H100, [torch.bfloat16], [(2, 2, 10, 3)]),
     ("block_quant", "_check_sizes", H100),
     ("attention", "_check_chunks", H100),
     ("attention", "_check_interleaved", H100),
@@ -38,6 +39,7 @@ _QUICK: list[Any] = [
 _MORE: list[Any] = [
     ("layer_ops", "_check_swiglu", H100),
     ("linear_row", "_check", A100, [(20, 576), (30, 40), (4102, 40)]),
+    ("linear_row", "_check_rotated", A100, [torch.bfloat16], [(5, 1, 8, 4), (60, 2, 64, 32)]),
     ("block_quant", "_check_hard_numbers", A100),
     ("block_quant", "_check_decode_add", H100),
     *(("linear_packed", "_check", A100, [name]) for name in PACKED_FORMATS),
