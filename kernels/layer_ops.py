@@ -82,6 +82,8 @@ def norm_linear(
             )
         heads_1HE = torch.empty(1, len(weight_OD) // head_dim, head_dim, dtype=dtype, device="meta")
         check_rotation(heads_1HE, rotation, None)
+        if not residual_1D.is_cuda:
+            check_slots(rotation.slot_T, rotation.k_cache_NKPE.shape[0] * rotation.k_cache_NKPE.shape[2])
     if not residual_1D.is_cuda:
         return norm_linear_reference(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu, rotation)
     from tightwire.kernels.cuda.linear_row import norm_linear_row

@@ -214,9 +214,7 @@ class Batch:
     # The rows that are needed after the last layer, and how many of them are decode rows; None: all.
     needed: "tuple[Tensor, int] | None" = None
     hidden_TD: "Tensor | None" = None  # float32, of the stage before, or embedded; None: tokens are embedded
-    fuses: bool = (
-        False  # on CUDA, one row: norms, rotations and SwiGLU are computed in the kernels of products, if they can be
-    )
+    fuses: bool = False  # on CUDA, one row: kernels of products compute norms, rotations and SwiGLU too, if they can
 
     @property
     def phase(self) -> str:

@@ -10,7 +10,7 @@ Sums are float32 in the order of the processes, rounded once; an owner also deco
 processes get the same bits, equal to those of the generic algorithms (comm/all_reduce).
 
 There is no wait at the end, because call n sends from buffer n % 2. Before kernel n + 2 writes that buffer again,
-kernel n + 1 has passed a barrier with the peers' kernels n + 1, which began after their kernels n ended. Likewise sums
+kernel n + 1 has passed a barrier with the peers' kernels n + 1, which do nothing before their kernels n end. Likewise sums
 are written after the first barrier of a call, when the peers have finished the previous call. Therefore every block
 takes part in every call, even with nothing to do, and one stream runs all calls of a process. The device counts calls,
 so a captured CUDA graph can be replayed between other calls.

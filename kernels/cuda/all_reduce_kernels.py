@@ -14,7 +14,7 @@ from tightwire.kernels.cuda.numbers import add_tiles, load_tiles, store_tiles
 def one_shot_kernel(
     x, out, headers, failure, num_elems, rank, send_at, send_bytes, max_polls, WORLD: tl.constexpr, tiling: tl.constexpr
 ):
-    wait_for_last()
+    wait_for_last(STARTS_NEXT=False)  # it would take room that a sum of another process may need
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
     send = send_at + (number & 1) * send_bytes
@@ -47,7 +47,7 @@ def two_shot_kernel(
     WORLD: tl.constexpr,
     tiling: tl.constexpr,
 ):
-    wait_for_last()
+    wait_for_last(STARTS_NEXT=False)  # it would take room that a sum of another process may need
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
     send = header_bytes + (number & 1) * send_bytes

@@ -1,4 +1,4 @@
-"""Launches Triton kernels. From compute capability 9.0 on a kernel starts while that before it ends, so each calls ``wait_for_last`` first."""
+"""Launches Triton kernels, on some GPUs while the kernel before ends; so each calls ``wait_for_last`` first."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -30,26 +30,23 @@ def launch(
     Multiplications and additions are not fused: fused ones round once where the references round twice.
     """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        options = {
-            "num_warps": num_warps,
-            "num_stages": num_stages,
-            "maxnreg": maxnreg,
-            "launch_pdl": _overlaps(device),
-        }
-        kernel[(num_programs,)](*args, **options, enable_fp_fusion=False)
+        options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg, "enable_fp_fusion": False}
+        kernel[(num_programs,)](*args, **options, launch_pdl=_overlaps(device))
 
 
 @cache
 def _overlaps(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """True on Hopper and Blackwell's data center GPUs. On GPUs of 12.0 such launches were reported to fail in captures."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @triton.jit
-def wait_for_last():
-    """Wait until the kernel before has ended, and all threads see what it wrote; then programs of the next may start, and wait here."""
+def wait_for_last(STARTS_NEXT: tl.constexpr = True):
+    """Wait until the kernel before has ended and what it wrote can be seen. STARTS_NEXT: then the next one's programs may start, and wait here."""
     if not INTERPRETED and tl.target_info.cuda_capability_geq(9, 0):
         gdc_wait()
-        gdc_launch_dependents()
+        if STARTS_NEXT:
+            gdc_launch_dependents()
 
 
 def padded(size: int, at_least: int = 1) -> int:

@@ -1,6 +1,6 @@
 """The product of one row on a GPU with what lies beside it: the residual's sum and the norm before, SwiGLU or the rotation after.
 
-So a decode step of one row has four launches a layer less. Each program norms the row for itself while it multiplies: the root
+So a decode step of one row has three or four launches a layer less. Each program norms the row for itself while it multiplies: the root
 multiplies the finished sums, so that no load of weights waits for it.
 """
 

@@ -121,15 +121,16 @@ def test_norms_in_kernels_of_products(
     family: str, kv_dtype: torch.dtype, folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a replayed step of one row on a GPU may compute them; keys with a bias are cached without it in 8 bits."""
-    make_batch, num_calls = ModelRunner._batch, 0
+    make_batch, num_calls, num_rotations = ModelRunner._batch, 0, 0
 
     def fusing(*given: Any) -> Batch:
         batch = make_batch(*given)
         return replace(batch, fuses=len(batch.token_ids_T) == 1)
 
     def product(*given: Any) -> tuple[Tensor, Tensor]:
-        nonlocal num_calls
+        nonlocal num_calls, num_rotations
         num_calls += 1
+        num_rotations += given[7] is not None
         return norm_linear(*given)
 
     if family.startswith("Llama with"):
@@ -148,6 +149,8 @@ def test_norms_in_kernels_of_products(
     config = open_checkpoint(str(folder)).config
     num_products = {"before": 2 * config.num_layers, "both": 1, "after": 0}  # nothing is added before the first layer
     assert num_calls == _NUM_TOKENS * num_products[config.norms]
+    rotates = config.qk_norm == "none" and kv_dtype == torch.float32
+    assert num_rotations == rotates * (num_calls // 2 if config.norms == "before" else num_calls)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma 3", "OLMo 2"])

@@ -43,7 +43,7 @@ def test_on_an_emulated_device() -> None:
         env={**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=1500,
     )
     assert run.returncode == 0, run.stdout[-8000:]
     assert f"{54 if ALL else 50} passed" in run.stdout, run.stdout

@@ -30,7 +30,7 @@ _CHECKED = Path(__file__).parents[2] / "kernels/cuda"
 _QUICK: list[Any] = [
     ("layer_ops", "_check_norm", H100),
     ("linear_row", "_check", H100, [(6, 1100)]),
-    ("linear_row", "_check_rotated", H100, [torch.bfloat16], [(2, 2, 10, 3)]),
+    ("linear_row", "_check_rotated", H100, [torch.bfloat16], [(3, 2, 10, 3)]),
     ("block_quant", "_check_sizes", H100),
     ("attention", "_check_chunks", H100),
     ("attention", "_check_interleaved", H100),
