@@ -13,6 +13,7 @@ from tightwire.kernels.cuda.numbers import INTERPRETED
 
 # Kernels whose comments state numbers per thread assume 128 threads.
 NUM_WARPS = 4
+_YES = tl.constexpr(True)
 NUM_STAGES = 3  # iterations of a loop whose loads are in flight at once; Triton's own default
 
 
@@ -41,7 +42,7 @@ def _overlaps(device: torch.device) -> bool:
 
 
 @triton.jit
-def wait_for_last(STARTS_NEXT: tl.constexpr = True):
+def wait_for_last(STARTS_NEXT: tl.constexpr = _YES):
     """Wait until the kernel before has ended and what it wrote can be seen. STARTS_NEXT: then the next one's programs may start, and wait here."""
     if not INTERPRETED and tl.target_info.cuda_capability_geq(9, 0):
         gdc_wait()

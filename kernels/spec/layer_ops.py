@@ -83,13 +83,13 @@ def head_norm(x_THE: Tensor, weight: Tensor, norms: HeadNorms, column: int) -> T
 
 def rotate_and_cache_reference(qkv_THE: Tensor, rotation: Rotation, norms: HeadNorms | None = None) -> Tensor:
     """The norms of queries and keys, ``apply_rope_reference`` of both, then ``write_kv_reference``."""
-    cos_TE, sin_TE, *caches, slot_T = rotation
-    num_kv_heads = caches[0].shape[1]
+    cos_TE, sin_TE, k_cache_NKPE, v_cache_NKPE, slot_T = rotation
+    num_kv_heads = k_cache_NKPE.shape[1]
     num_heads = qkv_THE.shape[1] - 2 * num_kv_heads
     q_THE, k_TKE, v_TKE = torch.split(qkv_THE, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
         q_THE, k_TKE = head_norm(q_THE, norms.q_norm, norms, 0), head_norm(k_TKE, norms.k_norm, norms, 1)
-    write_kv_reference(apply_rope_reference(k_TKE, cos_TE, sin_TE), v_TKE, *caches, slot_T)
+    write_kv_reference(apply_rope_reference(k_TKE, cos_TE, sin_TE), v_TKE, k_cache_NKPE, v_cache_NKPE, slot_T)
     return apply_rope_reference(q_THE, cos_TE, sin_TE)
 
 

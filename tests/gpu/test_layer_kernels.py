@@ -89,16 +89,14 @@ def test_a_rows_norm_and_product(gelu: bool | None, dtype: torch.dtype, device: 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_rotated_product(dtype: torch.dtype, device: torch.device) -> None:
     """As the rotation of the product in a kernel of its own, which rounds the product first."""
-    given = [torch.randn(shape, device=device).to(dtype) for shape in ((1, 4096), (1, 4096), 4096)]
+    x, residual, norm = (torch.randn(shape, device=device).to(dtype) for shape in ((1, 4096), (1, 4096), (4096,)))
     weight, (cos, sin) = torch.randn(6144, 4096, device=device).to(dtype), torch.randn(2, 1, 64, device=device)
-    cache, slots = (
-        torch.randn(2, 4, 8, 16, 128, device=device).to(dtype),
-        torch.tensor([37], dtype=torch.int32, device=device),
-    )
+    cache, slots = torch.randn(2, 4, 8, 16, 128).to(device, dtype), torch.tensor([37], dtype=torch.int32, device=device)
     got_cache, want_cache = cache.clone(), cache.clone()
-    got, _ = norm_linear(*given, NormForm(1e-5), weight, rotation=Rotation(cos, sin, *got_cache, slots))
-    product, _ = norm_linear(*given, NormForm(1e-5), weight)
-    want = rotate_and_cache(product.view(1, 48, 128), Rotation(cos, sin, *want_cache, slots))
+    own, apart = (Rotation(cos, sin, each[0], each[1], slots) for each in (got_cache, want_cache))
+    got, _ = norm_linear(x, residual, norm, NormForm(1e-5), weight, rotation=own)
+    product, _ = norm_linear(x, residual, norm, NormForm(1e-5), weight)
+    want = rotate_and_cache(product.view(1, 48, 128), apart)
     bound = 2 * torch.finfo(dtype).eps * float(product.abs().max() * (cos.abs() + sin.abs()).max())
     torch.testing.assert_close(got, want.flatten(1), rtol=0, atol=bound)
     torch.testing.assert_close(got_cache, want_cache, rtol=0, atol=bound)

@@ -85,19 +85,19 @@ def _check_rotated(
         given = drawn(1, 40), drawn(40), drawn(num_outputs, 40), drawn(num_outputs)
         cos, sin = torch.randn(2, 1, turned, generator=generator)
         blocks = drawn(4, 2 * keys, 6, head_dim)  # of keys and of values
-        for dtype in (torch.float32, *dtypes):
+        slots, (want_keys, want_values) = torch.tensor([slot]).int(), blocks.clone().split(keys, 1)
+        qkv, _ = norm_linear_row(None, *given[:2], form, *given[2:])
+        # Rows of padding, which the reference does not have, write nothing.
+        apart = Rotation(cos, sin, want_keys, want_values, slots.clamp(min=0))
+        want = rotate_and_cache_reference(qkv.view(1, -1, head_dim), apart).flatten(1)
+        want_blocks = blocks if slot < 0 else torch.cat([want_keys, want_values], 1)
+        for dtype in dtypes:
             residual, norm, weight, bias = (each.to(dtype) for each in given)
-            (caches, want_caches), slots = (blocks.to(dtype, copy=True) for _ in range(2)), torch.tensor([slot]).int()
-            rotation = Rotation(cos, sin, *caches.split(keys, 1), slots)
+            caches = blocks.to(dtype, copy=True)
+            rotation = Rotation(cos, sin, caches[:, :keys], caches[:, keys:], slots)
             got, _ = norm_linear_row(None, residual, norm, form, weight, bias, rotation=rotation)
-            if dtype == torch.float32:
-                qkv, _ = norm_linear_row(None, residual, norm, form, weight, bias)
-                # Rows of padding, which the reference does not have, write nothing.
-                expected = Rotation(cos, sin, *want_caches.split(keys, 1), slots.clamp(min=0))
-                want = rotate_and_cache_reference(qkv.view(1, -1, head_dim), expected).flatten(1)
-                exact = blocks if slot < 0 else want_caches
             assert got.dtype == dtype and torch.equal(got, want.to(dtype)), f"{dtype} {queries} {slot}"
-            assert torch.equal(caches, exact.to(dtype)), f"{dtype} {queries} {slot}"
+            assert torch.equal(caches, want_blocks.to(dtype)), f"{dtype} {queries} {slot}"
 
 
 @needs_triton

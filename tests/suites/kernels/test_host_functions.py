@@ -64,8 +64,8 @@ def _row() -> Run:
 
     x, norm = torch.empty(1, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
     qkv, gate_up, form = torch.empty(6144, 4096, dtype=BF16), torch.empty(28672, 4096, dtype=BF16), NormForm(1e-5)
-    caches = torch.empty(2, 64, 8, 16, 128, dtype=BF16)
-    rotation = Rotation(*torch.empty(2, 1, 64), *caches, torch.zeros(1, dtype=torch.int32))
+    (cos, sin), (keys, values) = torch.empty(2, 1, 64), torch.empty(2, 64, 8, 16, 128, dtype=BF16)
+    rotation = Rotation(cos, sin, keys, values, torch.zeros(1, dtype=torch.int32))
     return lambda: (
         norm_linear_row(None, x, norm, form, qkv, None),
         norm_linear_row(x, x.clone(), norm, form, qkv, qkv[:, 0].contiguous()),
