@@ -13,8 +13,8 @@ from tightwire.kernels.cuda.numbers import INTERPRETED
 
 # Kernels whose comments state numbers per thread assume 128 threads.
 NUM_WARPS = 4
-_YES = tl.constexpr(True)
 NUM_STAGES = 3  # iterations of a loop whose loads are in flight at once; Triton's own default
+_YES = tl.constexpr(True)
 
 
 def launch(

@@ -11,6 +11,7 @@ from helpers.server.fake_ttft_server import FakeTtftServer
 from tiny import make_tiny
 
 from tightwire.bench import cli
+from tightwire.bench.report import console
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.bench.ttft import report
 from tightwire.bench.ttft.bench import TtftBench
@@ -65,6 +66,8 @@ def bench(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     ) -> tuple[int, dict[str, Any], str]:
         if not plots:  # which take seconds
             monkeypatch.setattr(report, "make_sections", lambda result: [])
+        for name in ("_LEAST_SECONDS", "_LINE_SECONDS"):  # on a slow machine it would say how far it is
+            monkeypatch.setattr(console, name, 1e9)
         options = options_of(model, "--output", str(tmp_path), *flags)
         with running(FakeTtftServer(proof=find_facts(options).proof, **behaviour)) as fake:
             started: list[Sequence[str]] = []

@@ -155,7 +155,7 @@ def test_order_of_reading_decoding_and_computing_does_not_depend_on_delays(
             OrderCheck().check([*weights.pool.events])  # the lane goes on
             read = weights.fetcher.read_pool
             assert read is not None
-            OrderCheck().check(read.events)
+            OrderCheck().check([*read.events])
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -13,29 +13,30 @@ ROOT = Path(__file__).parents[3]
 ALL = "TIGHTWIRE_AOT" in os.environ
 
 
+_STEPS = (
+    "test_rules or test_decode_waits or models_logits[1] or test_decode_work or either_form[True]" + " or form" * ALL
+)
+_MODELS = "prompts_of_packed or model_drafts or test_packed_model or quantized_on_the_device"
+_RANKS = "has_the_losses or one_rank[dtype0" + " or answer_as_one_rank or own_ones[none]" * ALL
+
+
 @pytest.mark.slow
-def test_on_an_emulated_device() -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("files", "chosen", "count"),
+    [
+        (("rules", "decode_waits", "decode_work", "decode_graphs"), _STEPS, 31 if ALL else 29),
+        (("layer_kernels", "packed_model", "drafts"), _MODELS, 19),
+        (("training", "stages", "partition"), _RANKS, 4 if ALL else 2),
+    ],
+    ids=("steps", "models", "ranks"),
+)
+def test_on_an_emulated_device(files: tuple[str, ...], chosen: str, count: int) -> None:
     """In a process of its own, in which Triton is an interpreter and torch has a device.
 
-    The device refuses what CUDA refuses and decode never waits for it and gives it little beside a replay; prompts and answers of packed weights, training, replayed steps, stages, drafts; in `make aot` shared layers.
+    The device refuses what CUDA refuses and decode never waits for it and gives it little beside a replay; prompts and answers of packed weights, drafts; training, stages; in `make aot` shared layers.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "helpers.emulated.pytest_plugin", "-p", "no:cacheprovider"]
-    files = (
-        "rules",
-        "decode_waits",
-        "decode_work",
-        "layer_kernels",
-        "training",
-        "decode_graphs",
-        "stages",
-        "drafts",
-        "packed_model",
-        "partition",
-    )
-    chosen = "test_rules or test_decode_waits or prompts_of_packed or has_the_losses or models_logits[1]"
-    chosen += " or one_rank[dtype0 or model_drafts or test_packed_model or test_decode_work or quantized_on_the_device"
-    chosen += " or either_form[True]"
-    chosen += " or answer_as_one_rank or own_ones[none] or form" * ALL
     run = subprocess.run(
         [*command, *(f"tests/gpu/test_{file}.py" for file in files), "-k", chosen],
         check=False,
@@ -43,7 +44,7 @@ def test_on_an_emulated_device() -> None:
         env={**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"},
         capture_output=True,
         text=True,
-        timeout=1500,
+        timeout=1100,
     )
     assert run.returncode == 0, run.stdout[-8000:]
-    assert f"{54 if ALL else 50} passed" in run.stdout, run.stdout
+    assert f"{count} passed" in run.stdout, run.stdout
