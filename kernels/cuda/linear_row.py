@@ -74,6 +74,7 @@ def _norm_product(
     if heads is not None:
         first_O, second_O = pair_places(output_O // 2 % heads.half, heads)
         row_O = output_O // (2 * heads.half) * (2 * heads.half) + tl.where(output_O % 2 == 0, first_O, second_O)
+        turning = _turning(rotation, heads, OUTPUTS // 2)  # before the loop, in which it arrives
     rows_O1 = (row_O.to(tl.int64) * row_stride)[:, None]
     sum_OP = tl.zeros((OUTPUTS, _PLACES), tl.float32)
     square_P = tl.zeros((_PLACES,), tl.float32)
@@ -102,22 +103,31 @@ def _norm_product(
     if heads is None:
         tl.store(raw(out) + output_O, narrowed(result_O, out.dtype.element_ty), mask=kept_O)
     else:
-        _rotate_and_store(result_O, out, rotation, num_outputs, heads)
+        _rotate_and_store(result_O, out, rotation, turning, num_outputs, heads)
 
 
 @triton.jit
-def _rotate_and_store(result_O, out, rotation, num_outputs, heads: tl.constexpr):
+def _turning(rotation, heads: tl.constexpr, PAIRS: tl.constexpr):
+    """Return the cosines and sines of a program's pairs, 1 and 0 of those that are not rotated, and the row's slot."""
+    cos, sin, _, _, slots = rotation
+    number_P = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    head_P, pair_P = number_P // heads.half, number_P % heads.half
+    turns_P = (pair_P < heads.turned) & (head_P < heads.queries + heads.keys)
+    cos_P, sin_P = tl.load(cos + pair_P, mask=turns_P, other=1), tl.load(sin + pair_P, mask=turns_P, other=0)
+    return cos_P, sin_P, tl.load(slots)
+
+
+@triton.jit
+def _rotate_and_store(result_O, out, rotation, turning, num_outputs, heads: tl.constexpr):
     """Rotate a program's pairs of queries and keys, and store all its pairs: queries in ``out``, the others in the caches."""
-    cos, sin, k_cache, v_cache, slots = rotation
+    cos_P, sin_P, slot = turning
+    _, _, k_cache, v_cache, _ = rotation
     PAIRS: tl.constexpr = result_O.shape[0] // 2
     head_dim: tl.constexpr = 2 * heads.half
     number_P = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     head_P, pair_P = number_P // heads.half, number_P % heads.half
     is_q_P, is_v_P = head_P < heads.queries, head_P >= heads.queries + heads.keys
-    turns_P = (pair_P < heads.turned) & ~is_v_P
-    cos_P, sin_P = tl.load(cos + pair_P, mask=turns_P, other=1), tl.load(sin + pair_P, mask=turns_P, other=0)
     first_P, second_P = tl.split(tl.reshape(result_O, (PAIRS, 2)))
-    slot = tl.load(slots)
     kv_head_P = (head_P - heads.queries) % heads.keys
     block = (slot // heads.page).to(tl.int64) * heads.block_stride
     place_P = block + (kv_head_P * heads.page + slot % heads.page) * head_dim
