@@ -21,7 +21,7 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 _NOTES_S = 2.0  # the longest wait for failure notes: a failure may reach a rank through either subgroup
-_PROBES, _PROBE_S, _PROBE_BYTES = 3, 0.1, 32 << 20  # attempts, and the limits of time and bytes for each
+_PROBES, _PROBE_S, _PROBE_BYTES = 3, 0.25, 32 << 20  # attempts, and the limits of time and bytes for each
 
 
 def join_nodes(
@@ -126,7 +126,7 @@ def throttle_group(group: Group, link: Link, beside: Group | None = None) -> Gro
 def held_rate(group: Group, link: Link) -> float:
     """Measure the bytes per second that the slowest rank of ``group`` can send over ``link``. Collective.
 
-    The best of a few exchanges, because other load only slows them. Cost: at most 0.4 s or four 32 MiB exchanges.
+    The best of a few exchanges, because other load only slows them. Cost: at most 1 s or four 32 MiB exchanges.
     """
     others = max(1, group.world_size - 1)
     total = _PROBE_BYTES if link.bytes_per_s is None else min(_PROBE_BYTES, int(link.bytes_per_s * _PROBE_S))
