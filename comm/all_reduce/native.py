@@ -1,18 +1,15 @@
 """The AllReduce of the library, gloo or NCCL: the baseline for the others."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.names import NAMES
-from tightwire.comm.all_reduce.ring import ring_work
+from tightwire.comm.all_reduce.ring import RingAllReduce, ring_work
 from tightwire.comm.codec.codec import Carried
-from tightwire.comm.codec.error_bounds import rounded_hops_bound
 
 
-class NativeAllReduce(BaseAllReduce):
+class NativeAllReduce(RingAllReduce):
     """Calls the library.
 
     Cost: counted as a ring's 2 (N-1)/N * M bytes, rounded down to whole elements; the library does not report its
@@ -27,9 +24,6 @@ class NativeAllReduce(BaseAllReduce):
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
         return 2 * (self.world_size - 1) * num_elems // self.world_size * elem_bytes
-
-    def max_error(self, inputs: Sequence[Tensor]) -> Tensor:
-        return rounded_hops_bound(inputs)
 
 
 ENTRY = replace(

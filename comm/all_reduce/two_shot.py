@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from tightwire.comm.all_reduce.flash import FlashAllReduce, bytes_of_rank_0, flash_bytes, flash_work
+from tightwire.comm.all_reduce.flash import FlashAllReduce, bytes_of_rank_0, flash_work
 from tightwire.comm.all_reduce.names import NAMES
 from tightwire.comm.codec.codec import NONE
 from tightwire.comm.group.group import Group
@@ -17,10 +17,6 @@ class TwoShotAllReduce(FlashAllReduce):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group, NONE, NONE, "two-shot")
-
-
-def two_shot_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int) -> int:
-    return flash_bytes(rank, world_size, num_elems, elem_bytes, NONE, NONE)
 
 
 ENTRY = replace(

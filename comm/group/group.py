@@ -24,7 +24,7 @@ from tightwire.comm.transport.peer_access import add_peer_memory, host_identity
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.comm.transport.socket_join import SocketOptions, connect_ranks, interface_address, source_address
-from tightwire.comm.transport.sockets import SocketTransport
+from tightwire.comm.transport.sockets import GlooForSums, SocketTransport
 from tightwire.comm.transport.store_notes import FactExchange, FailureNotes
 
 _LOOPBACK = "127.0.0.1"
@@ -165,12 +165,10 @@ def open_process_group(
             else:
                 address = _gloo_address(store, one_host, interface)
                 own, make = (sockets if segment_fd is None else None), GlooTransport
-                open_gloo = partial(_make_gloo, topology, pair_store, timeout_s, address, lazy=own is not None)
-                # With our own sockets gloo does not connect yet, and ranks of one host always reach each other.
-                if own is not None or one_host:
-                    library = open_gloo()
-                else:  # in another thread, because gloo waits for the kernel's 130 s when a port is blocked
-                    library = within(join_s, open_gloo, lambda: _gloo_is_late(rank, join_s))
+                open_gloo = partial(_make_gloo, topology, pair_store, timeout_s, address)
+                if not one_host:  # in another thread, because gloo waits for the kernel's 130 s when a port is blocked
+                    open_gloo = partial(within, join_s, open_gloo, partial(_gloo_is_late, rank, join_s))
+                library = open_gloo() if own is None else GlooForSums(open_gloo)
                 if own is not None:
                     host = address.get("hostname") or _address_on(address["interface"], store)
                     make = partial(SocketTransport, *connect_ranks(joining, host, own, join_s), own.codes)
@@ -210,26 +208,22 @@ def _gloo_address(store: Store, one_host: bool, interface: str | None) -> dict[s
     return {"hostname": _LOOPBACK if one_host else _own_address(store)}
 
 
-def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict[str, str], *, lazy: bool) -> Any:
-    """Make a gloo group; with ``lazy`` it connects at the first message. Its ports are the kernel's choice: a firewall may block them."""
+def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict[str, str]) -> Any:
+    """Make a connected gloo group. Its ports are the kernel's choice: a firewall may block them."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1  # one collective at a time
     with batch_loop_threads():
-        options._devices = [gloo.create_device(**address, lazy_init=lazy)]
-    group = gloo(store, topology.rank, topology.world_size, options)
-    return group
+        # Never lazily connected: to free such a group takes forever if a message for it has arrived and not been received.
+        options._devices = [gloo.create_device(**address, lazy_init=False)]
+    return gloo(store, topology.rank, topology.world_size, options)
 
 
 def _gloo_is_late(rank: int, timeout_s: float) -> str:
-    try:
-        ports = " to ".join(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    except OSError:
-        ports = "unknown"
     return (
         f"rank {rank}: gloo did not connect to all other hosts in {timeout_s:g} s. It listens on ports that the kernel chooses "
-        f"({ports}: sysctl net.ipv4.ip_local_port_range), so open these in the firewall, or let CPU ranks use our own sockets "
+        "(sysctl net.ipv4.ip_local_port_range), so open these in the firewall, or let CPU ranks use our own sockets "
         "(--transport sockets)"
     )
 

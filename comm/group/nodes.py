@@ -118,9 +118,8 @@ def throttle_group(group: Group, link: Link, beside: Group | None = None) -> Gro
     slow = replace(group, transport=ThrottledTransport(group.transport, link, of_link))
     if slow.nodes is None:
         return slow
-    across = slow.nodes.across
-    slow_across = replace(across, transport=ThrottledTransport(across.transport, link))
-    return replace(slow, nodes=replace(slow.nodes, across=slow_across))
+    across = replace(slow.nodes.across, transport=ThrottledTransport(slow.nodes.across.transport, link))
+    return replace(slow, nodes=replace(slow.nodes, across=across))
 
 
 def held_rate(group: Group, link: Link) -> float:

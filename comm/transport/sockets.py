@@ -16,11 +16,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import AllreduceOptions, Work
 
 from tightwire.comm.transport import wire_codec
 from tightwire.comm.transport.process_group import GlooTransport, TransferError
@@ -50,6 +51,18 @@ def interface_bytes(payload_bytes: float, num_messages: float, num_frames: float
     return payload_bytes + HEADER_BYTES * num_messages + FRAME_BYTES * num_frames
 
 
+class GlooForSums:
+    """The gloo group of a ``SocketTransport``, which ``open_gloo`` connects at the first sum of ``native``: its ports may be blocked."""
+
+    def __init__(self, open_gloo: Callable[[], Any]) -> None:
+        self._open_gloo, self._gloo = open_gloo, None
+
+    def allreduce(self, tensors: list[Tensor], options: AllreduceOptions) -> Work:
+        if self._gloo is None:
+            self._gloo = self._open_gloo()
+        return self._gloo.allreduce(tensors, options)
+
+
 class SocketTransport(GlooTransport):
     """Messages over ``sockets``; ``native`` is still gloo's sum. The other arguments are those of ``GlooTransport``.
 
@@ -70,7 +83,14 @@ class SocketTransport(GlooTransport):
         self._num_cores = len(os.sched_getaffinity(0))
         self._spin_s = _SPIN_S if self._num_here <= self._num_cores else 0.0
         self._num_sleeps = 0  # calls that do not poll
+        self._has_summed = False
         self._in_use = threading.Lock()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if not self._has_summed:  # gloo connects now, and its errors would not tell which rank is missing
+            self.barrier()
+            self._has_summed = True
+        return super().all_reduce(x)
 
     def close(self) -> None:
         super().close()

@@ -15,8 +15,8 @@ from torch import Tensor
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.flash import FlashAllReduce, flash_bytes
 from tightwire.comm.all_reduce.one_shot import OneShotAllReduce
-from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce, two_shot_bytes
-from tightwire.comm.codec.codec import Codec, parse_codec
+from tightwire.comm.all_reduce.two_shot import TwoShotAllReduce
+from tightwire.comm.codec.codec import NONE, Codec, parse_codec
 from tightwire.comm.collectives.all_gather import all_gather, sparse_all_gather, sparse_all_gather_bytes
 from tightwire.comm.group.group import Group
 from tightwire.training.config.optimizer import CompressorOptions, DgcOptions, QuantizedOptions, SparseOptions
@@ -58,7 +58,7 @@ def exact_all_reduce(group: Group) -> BaseAllReduce:
 
 def dense_bytes(rank: int, world_size: int, num_elems: int) -> int:
     """Bytes that ``exact_all_reduce`` sends for ``num_elems`` float32 values: 2 (n-1)/n of them, rounded to slices."""
-    return two_shot_bytes(rank, world_size, num_elems, FLOAT32_BYTES)
+    return flash_bytes(rank, world_size, num_elems, FLOAT32_BYTES, NONE, NONE)
 
 
 class AllReduceCompressor(GradientCompressor):

@@ -64,8 +64,10 @@ def _bad_rank_dies_in_the_middle(group: Group, name: str, num_elems: int) -> See
     return _watch(group, name, 1_000_000, num_elems)
 
 
-def _bad_rank_leaves(group: Group, name: str) -> Seen | None:
+def _bad_rank_leaves(group: Group, name: str, killed: bool) -> Seen | None:
     if group.rank == BAD_RANK:
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
         group.close()
         return None
     return _watch(group, name, 1)
@@ -147,10 +149,12 @@ def test_a_stopped_rank_is_named(sockets: bool) -> None:
         assert (failure.error, failure.ranks) == ("CollectiveTimeoutError", (BAD_RANK,)), failure.message
 
 
+@pytest.mark.parametrize("name", ["ring", "native"])
+@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
 @OVER_EACH
-def test_a_rank_that_closed_its_group_is_lost_at_once(sockets: bool) -> None:
+def test_a_rank_that_leaves_before_the_first_sum_is_lost_at_once(name: str, killed: bool, sockets: bool) -> None:
     with Ranks(3, collective_timeout_s=20.0, sockets=sockets) as ranks:
-        seen = _survivors(ranks.outcomes(_bad_rank_leaves, "ring", timeout_s=20))
+        seen = _survivors(ranks.outcomes(_bad_rank_leaves, name, killed, timeout_s=20))
 
     assert sorted(seen) == [0, 1]
     for failure in seen.values():
@@ -199,7 +203,7 @@ class TestInProcess:
         assert time.monotonic() - start < 5
 
     def test_a_closed_group_is_lost(self) -> None:
-        seen = run_in_process(3, _bad_rank_leaves, "native", timeout_s=20.0)
+        seen = run_in_process(3, _bad_rank_leaves, "native", False, timeout_s=20.0)
         assert (seen[0].error, seen[0].ranks) == (PeerLostError.__name__, (BAD_RANK,))
 
 
