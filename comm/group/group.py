@@ -24,7 +24,7 @@ from tightwire.comm.transport.peer_access import add_peer_memory, host_identity
 from tightwire.comm.transport.process_group import GlooTransport, NcclTransport, ProcessGroupTransport
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
 from tightwire.comm.transport.socket_join import SocketOptions, connect_ranks, interface_address, source_address
-from tightwire.comm.transport.sockets import GlooForSums, SocketTransport
+from tightwire.comm.transport.sockets import SocketTransport
 from tightwire.comm.transport.store_notes import FactExchange, FailureNotes
 
 _LOOPBACK = "127.0.0.1"
@@ -168,7 +168,7 @@ def open_process_group(
                 open_gloo = partial(_make_gloo, topology, pair_store, timeout_s, address)
                 if not one_host:  # in another thread, because gloo waits for the kernel's 130 s when a port is blocked
                     open_gloo = partial(within, join_s, open_gloo, partial(_gloo_is_late, rank, join_s))
-                library = open_gloo() if own is None else GlooForSums(open_gloo)
+                library = open_gloo() if own is None else open_gloo
                 if own is not None:
                     host = address.get("hostname") or _address_on(address["interface"], store)
                     make = partial(SocketTransport, *connect_ranks(joining, host, own, join_s), own.codes)
@@ -223,8 +223,8 @@ def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict
 def _gloo_is_late(rank: int, timeout_s: float) -> str:
     return (
         f"rank {rank}: gloo did not connect to all other hosts in {timeout_s:g} s. It listens on ports that the kernel chooses "
-        "(sysctl net.ipv4.ip_local_port_range), so open these in the firewall, or let CPU ranks use our own sockets "
-        "(--transport sockets)"
+        "(sysctl net.ipv4.ip_local_port_range), so open these in the firewall, or do without gloo: --transport sockets, and "
+        "another --allreduce than native"
     )
 
 

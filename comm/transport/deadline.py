@@ -1,8 +1,9 @@
 """A deadline for calls of libraries that wait for other ranks without one."""
 
+import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import TypeVar
 
 from tightwire.comm.errors import CommError
@@ -18,13 +19,15 @@ def within(timeout_s: float, make: Callable[[], _T], late: Callable[[], str]) ->
     made: Future[_T] = Future()
 
     def run() -> None:
-        try:
-            made.set_result(make())
-        except Exception as error:  # noqa: BLE001 - raised where it is awaited
-            made.set_exception(error)
+        with contextlib.suppress(InvalidStateError):  # cancelled: what comes late is dropped
+            try:
+                made.set_result(make())
+            except Exception as error:  # noqa: BLE001 - raised where it is awaited
+                made.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="connects").start()
     try:
         return made.result(timeout_s)
     except TimeoutError:
+        made.cancel()
         raise CommError(late()) from None

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, Work
 
+from tightwire.comm import errors
 from tightwire.comm.transport import wire_codec
 from tightwire.comm.transport.process_group import GlooTransport, TransferError
 from tightwire.comm.transport.socket_join import Peer
@@ -51,20 +51,8 @@ def interface_bytes(payload_bytes: float, num_messages: float, num_frames: float
     return payload_bytes + HEADER_BYTES * num_messages + FRAME_BYTES * num_frames
 
 
-class GlooForSums:
-    """The gloo group of a ``SocketTransport``, which ``open_gloo`` connects at the first sum of ``native``: its ports may be blocked."""
-
-    def __init__(self, open_gloo: Callable[[], Any]) -> None:
-        self._open_gloo, self._gloo = open_gloo, None
-
-    def allreduce(self, tensors: list[Tensor], options: AllreduceOptions) -> Work:
-        if self._gloo is None:
-            self._gloo = self._open_gloo()
-        return self._gloo.allreduce(tensors, options)
-
-
 class SocketTransport(GlooTransport):
-    """Messages over ``sockets``; ``native`` is still gloo's sum. The other arguments are those of ``GlooTransport``.
+    """Messages over ``sockets``; ``native`` is still gloo's sum, and ``library`` begins with what opens gloo. The other arguments are those of ``GlooTransport``.
 
     ``timeout_s`` limits the time without a byte; a dead link ends a call earlier, after ``DEAD_LINK_S``.
     """
@@ -83,14 +71,26 @@ class SocketTransport(GlooTransport):
         self._num_cores = len(os.sched_getaffinity(0))
         self._spin_s = _SPIN_S if self._num_here <= self._num_cores else 0.0
         self._num_sleeps = 0  # calls that do not poll
-        self._has_summed = False
         self._in_use = threading.Lock()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if not self._has_summed:  # gloo connects now, and its errors would not tell which rank is missing
-            self.barrier()
-            self._has_summed = True
+        if callable(self._group):
+            self._connect(self._group)
         return super().all_reduce(x)
+
+    def _connect(self, open_gloo: Callable[[], Any]) -> None:
+        """Gloo connects at the first sum, because its ports may be blocked. Which rank is missing is told by barriers."""
+        for _ in range(2):  # the second one fails if a rank was lost in the first
+            self.barrier()
+        try:
+            gloo = open_gloo()
+        except RuntimeError as error:
+            self._failure = self.numbered(errors.CommError(f"gloo could not connect: {error}"))
+            self.close()
+            raise self._failure from None
+        self.barrier()
+        if self._group is not None:  # not closed meanwhile
+            self._group = gloo
 
     def close(self) -> None:
         super().close()

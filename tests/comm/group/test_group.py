@@ -8,6 +8,7 @@ import textwrap
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tightwire.comm.errors import CommError
 from tightwire.comm.group import group as groups
 from tightwire.comm.group.group import Group, open_process_group
 from tightwire.comm.group.topology import Topology
+from tightwire.comm.transport.socket_join import SocketOptions
 
 CPU = torch.device("cpu")
 
@@ -176,7 +178,11 @@ def test_a_run_from_start_to_end_prints_nothing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_library_that_cannot_connect_names_its_ports_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sockets", [None, SocketOptions(b"a secret of many bytes")], ids=["gloo", "sockets"])
+def test_a_library_that_cannot_connect_names_its_ports_in_time(
+    sockets: SocketOptions | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It connects as the group opens, or beside our own sockets at its first sum; the next sum fails at once."""
     never = threading.Event()
     monkeypatch.setattr(groups, "_make_gloo", lambda *args, **kwargs: never.wait(20))
     monkeypatch.setattr(groups, "host_identity", lambda: secrets.token_hex())  # each rank on its own host
@@ -184,12 +190,17 @@ def test_a_library_that_cannot_connect_names_its_ports_in_time(monkeypatch: pyte
     messages: list[str] = []
 
     def join(rank: int) -> None:
+        options: dict[str, Any] = {"timeout_s": 20, "join_timeout_s": 0.3 if sockets is None else 2.0}
         try:
-            open_process_group(
-                Topology(rank, 2), store=store, device=torch.device("cpu"), timeout_s=20, join_timeout_s=0.3
-            )
+            group = open_process_group(Topology(rank, 2), store=store, device=CPU, sockets=sockets, **options)
         except CommError as error:
             messages.append(str(error))
+            return
+        for _ in range(2):
+            try:
+                make_all_reduce("native", group)(torch.ones(3))
+            except CommError as error:
+                messages.append(str(error))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -197,5 +208,5 @@ def test_a_library_that_cannot_connect_names_its_ports_in_time(monkeypatch: pyte
     for thread in threads:
         thread.join(10)
     never.set()
-    assert len(messages) == 2
+    assert len(messages) == (2 if sockets is None else 4)
     assert all("ports that the kernel chooses" in message and "--transport sockets" in message for message in messages)

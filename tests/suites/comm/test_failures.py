@@ -73,6 +73,14 @@ def _bad_rank_leaves(group: Group, name: str, killed: bool) -> Seen | None:
     return _watch(group, name, 1)
 
 
+def _bad_rank_dies_waiting(group: Group, name: str) -> Seen | None:
+    if group.rank == BAD_RANK:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
+        time.sleep(0.8)
+    return _watch(group, name, 1)
+
+
 def _bad_rank_raises(group: Group, name: str) -> None:
     if group.rank == BAD_RANK:
         raise KeyError("a bug in the model")
@@ -155,6 +163,18 @@ def test_a_stopped_rank_is_named(sockets: bool) -> None:
 def test_a_rank_that_leaves_before_the_first_sum_is_lost_at_once(name: str, killed: bool, sockets: bool) -> None:
     with Ranks(3, collective_timeout_s=20.0, sockets=sockets) as ranks:
         seen = _survivors(ranks.outcomes(_bad_rank_leaves, name, killed, timeout_s=20))
+
+    assert sorted(seen) == [0, 1]
+    for failure in seen.values():
+        assert (failure.error, failure.ranks) == ("PeerLostError", (BAD_RANK,)), failure.message
+        assert failure.seconds < 5
+
+
+@OVER_EACH
+def test_a_rank_that_died_as_it_waited_in_the_first_sum_is_lost_at_once(sockets: bool) -> None:
+    """Gloo connects in the first sum over sockets, and would wait for that rank until the deadline."""
+    with Ranks(3, collective_timeout_s=20.0, sockets=sockets) as ranks:
+        seen = _survivors(ranks.outcomes(_bad_rank_dies_waiting, "native", timeout_s=30))
 
     assert sorted(seen) == [0, 1]
     for failure in seen.values():
