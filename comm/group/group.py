@@ -239,12 +239,9 @@ def _make_nccl(topology: Topology, store: Store, timeout_s: float) -> Any:
 
 def _own_address(store: Store) -> str:
     """Return the address at which other hosts reach this one: that of the interface towards the store's host."""
-    towards = getattr(_root(store), "host", _ELSEWHERE)
-    address = source_address(towards)
-    if address.startswith("127."):
-        # On rank 0 the store may be local, with the host name localhost.
-        address = source_address(_ELSEWHERE)
-    return address
+    address = source_address(getattr(_root(store), "host", _ELSEWHERE))
+    is_local = address.startswith("127.")  # on rank 0 the store may be, with the host name localhost
+    return source_address(_ELSEWHERE) if is_local else address
 
 
 def _address_on(interface: str, store: Store) -> str:

@@ -88,12 +88,15 @@ def run_leg(
         raise _explain(group, group.nodes, leg, error) from error
 
 
-def _explain(group: Group, nodes: NodeGroups, leg: Group, error: CommError) -> CommError:
+def ranks_of(nodes: NodeGroups, leg: Group) -> list[int]:
     node, per_node = nodes.across.rank, nodes.inside.world_size
     if leg is nodes.inside:
-        ranks = [node * per_node + place for place in range(per_node)]
-    else:
-        ranks = [other * per_node + nodes.inside.rank for other in range(nodes.across.world_size)]
+        return [node * per_node + place for place in range(per_node)]
+    return [other * per_node + nodes.inside.rank for other in range(nodes.across.world_size)]
+
+
+def _explain(group: Group, nodes: NodeGroups, leg: Group, error: CommError) -> CommError:
+    ranks = ranks_of(nodes, leg)
     culprits = {ranks[rank] for rank in error.ranks}
     # Other ranks may wait for this rank in the subgroup that did not fail. Closing both makes them fail now.
     nodes.inside.close()
