@@ -22,7 +22,7 @@ def within(timeout_s: float, make: Callable[[], _T], late: Callable[[], str]) ->
         with contextlib.suppress(InvalidStateError):  # cancelled: what comes late is dropped
             try:
                 made.set_result(make())
-            except Exception as error:  # noqa: BLE001 - raised where it is awaited
+            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
                 made.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="connects").start()

@@ -11,6 +11,7 @@ from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.ipc.engine_client import EngineClient
 from tightwire.server.plan.rank_setup import ServedAdapter
+from tightwire.threads import Background
 
 _MAX_NAME = 200
 
@@ -39,7 +40,7 @@ class Adapters:
             adapter = next(self._ids)
             await engine.load_adapter(adapter, str(folder))
             try:
-                digest = await asyncio.to_thread(adapter_digest, folder)
+                digest = await Background(lambda: adapter_digest(folder)).result
             except OSError as error:
                 engine.unload_adapter(adapter)
                 raise invalid(f"the adapter cannot be read: {error.strerror}", "lora_path") from None

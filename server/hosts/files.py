@@ -17,6 +17,7 @@ from tightwire.cache_folder import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf_header import split_parts
 from tightwire.sizes import format_bytes
+from tightwire.threads import Background
 
 PIECE_BYTES = 1 << 20
 _LOCK_S = 1800.0  # for another server on this host that fetches the same model
@@ -89,7 +90,7 @@ async def fetch_files(offer: ModelFiles, ask: Ask, show: Callable[[str, float], 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / ".lock", timeout=_LOCK_S, thread_local=False)
-        await asyncio.to_thread(lock.acquire)
+        await Background(lock.acquire).result
         try:
             what = f"copying the model ({format_bytes(offer.num_bytes)}) from node 0"
             for file in offer.files:
@@ -132,7 +133,7 @@ async def _fetch(file: FileFacts, path: Path, ask: Ask, show: Callable[[int], No
 
 
 async def _is_whole(path: Path, file: FileFacts) -> bool:
-    return path.stat().st_size == file.num_bytes and await asyncio.to_thread(_sha256, path) == file.sha256
+    return path.stat().st_size == file.num_bytes and await Background(lambda: _sha256(path)).result == file.sha256
 
 
 def _sha256(path: Path) -> str:

@@ -23,6 +23,7 @@ from tightwire.server.hosts.files import ModelFiles, list_files, read_piece
 from tightwire.server.hosts.place import joined, keep_probe, listen
 from tightwire.server.hosts.side import SHOW_S, Joining, Side
 from tightwire.server.plan.rank_setup import LayoutChoice, RunPlan
+from tightwire.threads import Background
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ class Head(Side):
         self._server: asyncio.Server | None = None
         self._loop = asyncio.get_running_loop()
         self._path: asyncio.Future[Path | None] = self._loop.create_future()  # of the model
-        self._files: asyncio.Task[ModelFiles] | None = None
+        self._files: asyncio.Future[ModelFiles] | None = None
         self._sent_s = -math.inf  # when a node last asked for a piece of the model
 
     @property
@@ -137,7 +138,7 @@ class Head(Side):
         self._sent_s = time.monotonic()
         path = await asyncio.shield(self._path)
         if self._files is None:
-            self._files = asyncio.create_task(asyncio.to_thread(list_files, path))
+            self._files = Background(lambda: list_files(path)).result
         files = await asyncio.shield(self._files)
         if isinstance(message, messages.WantModel):
             node.channel.send(files)

@@ -16,7 +16,7 @@ from tightwire.server.hosts.checks import CONNECT_S, measure, probe, why_unreach
 from tightwire.server.hosts.files import ModelFiles, fetch_files
 from tightwire.server.hosts.place import joined
 from tightwire.server.hosts.side import SHOW_S, Joining, Side
-from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready, Stage
+from tightwire.server.ipc.messages import AdapterLoaded, Failed, FromRank, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import LayoutChoice, RunPlan
 
 _RETRY_S = 0.5
@@ -75,7 +75,7 @@ class Member(Side):
     def relay(self, message: FromRank) -> None:
         if isinstance(message, Heartbeat):
             message = msgspec.structs.replace(message, latencies=[])
-        if isinstance(message, Stage | Ready | Heartbeat | Failed):
+        if isinstance(message, Stage | Ready | Heartbeat | AdapterLoaded | Failed):
             self._tell(messages.Report(message))
 
     def relay_exit(self, rank: int, code: int) -> None:

@@ -5,7 +5,7 @@ import msgspec
 from tightwire.comm.link.probe import PairFacts
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.server.hosts.files import ModelFiles
-from tightwire.server.ipc.messages import Failed, Heartbeat, Ready, Stage
+from tightwire.server.ipc.messages import AdapterLoaded, Failed, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import LayoutChoice, RunPlan
 
 
@@ -98,7 +98,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 class Report(msgspec.Struct, frozen=True, tag=True):
     """A message of one of the node's ranks."""
 
-    message: Stage | Ready | Heartbeat | Failed
+    message: Stage | Ready | Heartbeat | AdapterLoaded | Failed
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):

@@ -17,8 +17,8 @@ _LOAD_PATIENCE_S = 300.0
 class _Answers:
     """The ranks that have not answered yet, and the end of the wait for them."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._missing = set(range(num_ranks))
+    def __init__(self, ranks: range) -> None:
+        self._missing = set(ranks)
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def wait(self, timeout_s: float, did_not: str) -> None:
@@ -42,10 +42,10 @@ class _Answers:
 
 
 class Recordings:
-    """``ask`` sends to all ranks' reporters; call ``heard`` with each part they send."""
+    """``ask`` sends to the reporters of this host's ``ranks``; call ``heard`` with each part they send."""
 
-    def __init__(self, num_ranks: int, ask: Callable[[Record], None], patience_s: float = _RECORD_PATIENCE_S) -> None:
-        self._num_ranks, self._ask, self._patience_s = num_ranks, ask, patience_s
+    def __init__(self, ranks: range, ask: Callable[[Record], None], patience_s: float = _RECORD_PATIENCE_S) -> None:
+        self._ranks, self._ask, self._patience_s = ranks, ask, patience_s
         self._ids = itertools.count()
         self._current: _Recording | None = None
 
@@ -56,7 +56,7 @@ class Recordings:
                 f"another client is recording the collectives, for {self._current.asked.seconds:g} s in all; try again when "
                 "that has ended"
             )
-        recording = self._current = _Recording(Record(id=next(self._ids), seconds=seconds), self._num_ranks)
+        recording = self._current = _Recording(Record(id=next(self._ids), seconds=seconds), self._ranks)
         try:
             self._ask(recording.asked)
             late = f"send what it recorded within {self._patience_s:g} s after its {seconds:g} s"
@@ -64,7 +64,7 @@ class Recordings:
         finally:
             self._current = None
         clocks = recording.clocks
-        return [RankEvents(rank=rank, clock=clocks[rank], events=own) for rank, own in enumerate(recording.events)]
+        return [RankEvents(rank=rank, clock=clocks[rank], events=own) for rank, own in recording.events.items()]
 
     def heard(self, part: Recorded) -> None:
         """Add a part. Parts of an abandoned recording are ignored."""
@@ -83,9 +83,9 @@ class Recordings:
 
 
 class _Recording:
-    def __init__(self, asked: Record, num_ranks: int) -> None:
-        self.asked, self.answers = asked, _Answers(num_ranks)
-        self.events: list[list[Event]] = [[] for _ in range(num_ranks)]
+    def __init__(self, asked: Record, ranks: range) -> None:
+        self.asked, self.answers = asked, _Answers(ranks)
+        self.events: dict[int, list[Event]] = {rank: [] for rank in ranks}
         self.clocks: dict[int, str] = {}
 
 
@@ -98,7 +98,7 @@ class AdapterLoads:
 
     async def load(self, adapter: int, folder: str) -> None:
         """See ``EngineClient.load_adapter``. A load that fails on one rank is undone on all."""
-        answers = self._waiting[adapter] = _Answers(self._num_ranks)
+        answers = self._waiting[adapter] = _Answers(range(self._num_ranks))
         try:
             self._send(LoadAdapter(id=adapter, folder=folder))
             await answers.wait(_LOAD_PATIENCE_S, f"load the adapter within {_LOAD_PATIENCE_S:g} s")

@@ -47,7 +47,7 @@ class ZmqEngineClient:
         self._receiver: zmq.asyncio.Socket = bind_receiver(self._context, from_ranks)
         self._sender = connect_sender(zmq.Context(self._context), to_engine)
         self._to_reporters = [connect_sender(zmq.Context(self._context), address) for address in reporters]
-        self._recordings = Recordings(len(reporters), self._ask_reporters)
+        self._recordings = Recordings(range(first_rank, first_rank + len(reporters)), self._ask_reporters)
         self._adapter_loads = AdapterLoads(num_ranks, self._send)
         # Takes a rank's answer to a load, also one that another host relays.
         self.heard_adapter = self._adapter_loads.heard

@@ -24,6 +24,8 @@ _OWN_PAUSE_S = 3.0
 # How long to wait for a cause after the first sign; at most half of the silence timeout.
 _CAUSE_PATIENCE_S = 3.0
 _OTHER_HOST_S = 1.0  # for another host's report of a silent rank
+# How long a rank may be at something between two steps, such as reading an adapter from a slow disk; no request goes on meanwhile.
+_BETWEEN_STEPS_S = 600.0
 
 
 @dataclass(slots=True)
@@ -178,6 +180,8 @@ class Watch:
     def _hung(self, rank: _Rank, now: float) -> str | None:
         if not self.serving:
             return None
+        if rank.beat.step < 0 and rank.stuck_s > _BETWEEN_STEPS_S:
+            return f"has been at this for {rank.stuck_s:.0f} s: {rank.doing}"
         stepping = [each for each in self._ranks.values() if each.beat.step >= 0]
         # A replica that has finished its step waits for the others, as long as they make progress.
         fewest = min((each.beat.num_choice_gathers for each in stepping), default=0)

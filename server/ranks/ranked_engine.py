@@ -1,15 +1,14 @@
 """The engine of ``serve`` and ``generate``: the ranks, the client that talks to them, and the failure watch."""
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Generic, Self, TypeVar
+from typing import Self, TypeVar
 
 from tightwire.model.open import Checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
@@ -24,6 +23,7 @@ from tightwire.server.plan.rank_setup import RankWork
 from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, prepare
 from tightwire.server.ranks.failure_detector import Watch
 from tightwire.server.ranks.processes import Ranks
+from tightwire.threads import Background
 
 _log = logging.getLogger(__name__)
 
@@ -34,29 +34,6 @@ _SHOW_PERIOD_S = 10.0  # between lines about hosts that wait for others
 _STOP_S = 5.0  # for ranks to leave their loops when asked
 
 _T = TypeVar("_T")
-
-
-class Background(Generic[_T]):
-    """Runs ``call`` in a daemon thread, which does not delay the exit as ``asyncio.to_thread`` does; await ``result``."""
-
-    def __init__(self, call: Callable[[], _T]) -> None:
-        outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
-        outcome.set_running_or_notify_cancel()  # from here on, cancelling ``result`` does not touch it
-        self.result = asyncio.wrap_future(outcome)
-        self._thread = threading.Thread(target=self._run, args=(call, outcome), daemon=True)
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Whether the call has ended within ``timeout_s``, with or without a result."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self, call: Callable[[], _T], outcome: "concurrent.futures.Future[_T]") -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            try:
-                outcome.set_result(call())
-            except Exception as error:  # noqa: BLE001 - raised where the result is awaited
-                outcome.set_exception(error)
 
 
 class RankFailedError(Exception):

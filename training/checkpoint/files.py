@@ -7,8 +7,9 @@ write leaves earlier checkpoints unchanged.
 
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
+from tightwire.comm.errors import name_ranks
 from tightwire.sizes import format_bytes
 from tightwire.training.checkpoint.folders import CheckpointError, file_digests, folder_of, partial_of, prune, publish
 from tightwire.training.engine.engine import Engine
@@ -195,6 +197,9 @@ class _Write(NamedTuple):
     own: "Future[_Written]"
 
 
+_LOOK_S, _SAY_S = 1.0, 60.0  # a slow disk: no rank waits for another in one collective
+
+
 class Checkpointer:
     """Writes the checkpoints of one run; all ranks call ``begin`` and ``complete`` at the same steps."""
 
@@ -220,10 +225,16 @@ class Checkpointer:
         own = self._thread.submit(_write_file, partial_of(folder), chunks, plans, self._control.rank)
         self._write = _Write(folder, plans, description, own)
 
-    def complete(self) -> Completed:
-        """Wait until all ranks have written, publish the checkpoint and remove old ones. Collective."""
+    def complete(self, say: Callable[[str], None] = print) -> Completed:
+        """Wait until all ranks have written, publish the checkpoint and remove old ones. ``say`` is told who still writes. Collective."""
         write, self._write = self._write, None
         assert write is not None, "no checkpoint has begun"
+        next_s = time.monotonic() + _SAY_S
+        while late := [rank for rank, (done,) in enumerate(self._control.gather_numbers(write.own.done())) if not done]:
+            wait([write.own], _LOOK_S)
+            if time.monotonic() > next_s:
+                next_s += _SAY_S
+                say(f"waiting for {name_ranks(late)} to write {write.folder.name}")
         ranks: list[_Written] = self._control.gather(write.own.result())
         errors, warning = [f"rank {rank}: {own.error}" for rank, own in enumerate(ranks) if own.error], ""
         if self._control.rank == 0:

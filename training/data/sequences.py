@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tightwire.read_ahead import until_closed
+from tightwire.threads import until_closed
 from tightwire.training.data.chats import ChatPacker, PairPacker, Prompt, PromptPacker, Row
 from tightwire.training.data.documents import DataError, RunData
 

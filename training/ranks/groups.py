@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tightwire.comm.collectives.all_gather import all_gather
 from tightwire.comm.group.group import Group, in_process_groups, open_process_group
 from tightwire.comm.group.nodes import join_nodes
 from tightwire.comm.group.topology import Topology
+from tightwire.comm.transport.deadline import within
 from tightwire.training.config.sharding import Sharding
 
 
@@ -112,7 +114,9 @@ def open_store(environment: Mapping[str, str], topology: Topology, *, timeout_s:
     is_master = topology.rank == 0 and not agent_has_it
     try:
         timeout = timedelta(seconds=timeout_s)
-        store = TCPStore(host, int(port), is_master=is_master, timeout=timeout, wait_for_workers=False)
+        connect = partial(TCPStore, host, int(port), is_master=is_master, timeout=timeout, wait_for_workers=False)
+        # Torch's own deadline ends with the connection: what accepts it and is no store would never answer.
+        store = within(timeout_s, connect, lambda: f"no answer in {timeout_s:g} s")
     except RuntimeError as error:
         wrong = "a port that is free on it" if is_master else "its port, and it must be running"
         raise ConnectionError(

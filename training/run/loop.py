@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tightwire.kernels.cpu.allocator import trim_freed_memory
-from tightwire.read_ahead import ReadAhead
+from tightwire.threads import ReadAhead
 from tightwire.training.checkpoint.files import Checkpointer
 from tightwire.training.checkpoint.folders import CheckpointError, newest_before, step_of
 from tightwire.training.checkpoint.state import find_not_finite, snapshot
@@ -302,7 +302,7 @@ class Loop:
         """Wait for a checkpoint in progress, if any. Collective."""
         if not self.checkpointer.writing:
             return
-        folder, error, warning = self.checkpointer.complete()
+        folder, error, warning = self.checkpointer.complete(self.terminal.say)
         if warning:
             self.terminal.say(f"WARNING: {warning}")
         if not error:

@@ -16,8 +16,8 @@ import torch
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.topology import Topology
 from tightwire.progress import spinner
-from tightwire.read_ahead import ReadAhead
 from tightwire.run_page import write_page
+from tightwire.threads import ReadAhead
 from tightwire.training.checkpoint.files import Checkpointer
 from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError, check_files, find_checkpoint
 from tightwire.training.checkpoint.state import (

@@ -21,7 +21,7 @@ def asked() -> Asked:
 
 @pytest.fixture
 def recordings(asked: Asked) -> Recordings:
-    return Recordings(2, asked.append, patience_s=0.2)
+    return Recordings(range(2), asked.append, patience_s=0.2)
 
 
 def part(rank: int, id: int, *numbers: int, last: bool = False) -> Recorded:
@@ -43,6 +43,14 @@ async def test_parts_of_all_ranks_in_order(recordings: Recordings, asked: Asked)
     first, second = await task
     assert [event.number for event in first.events] == [event.number for event in second.events] == [1, 2]
     assert (first.rank, first.clock, second.clock) == (0, "host 0", "host 1")
+
+
+async def test_ranks_of_another_host_than_the_first_have_their_own_numbers(asked: Asked) -> None:
+    recordings = Recordings(range(2, 4), asked.append, patience_s=0.2)
+    task = await begin(recordings)
+    for message in (part(3, 0, 1, last=True), part(2, 0, 1, 2, last=True)):
+        recordings.heard(message)
+    assert [(own.rank, own.clock, len(own.events)) for own in await task] == [(2, "host 2", 2), (3, "host 3", 1)]
 
 
 async def test_a_rank_that_does_not_answer_is_named(recordings: Recordings) -> None:

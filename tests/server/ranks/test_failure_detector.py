@@ -141,6 +141,16 @@ def test_only_a_step_of_a_serving_rank_can_hang(watch: Watch, serving: bool, ste
     assert (watch.check() is not None) == hung
 
 
+def test_a_rank_that_reads_an_adapter_for_ever_is_named(watch: Watch) -> None:
+    for rank in range(2):
+        beat(watch, rank, step=-1, busy_s=0.0, doing="idle")
+    beat(watch, 1, step=-1, busy_s=599.0, doing="loading the adapter in /nfs/poet")
+    assert watch.check() is None
+    beat(watch, 1, step=-1, busy_s=601.0, doing="loading the adapter in /nfs/poet")
+    reason = "rank 1 (pid 22) has been at this for 601 s: loading the adapter in /nfs/poet (rank 0: idle)"
+    assert watch.check() == reason
+
+
 def test_a_long_warm_up_is_no_hang_when_the_rank_is_ready(clock: Clock) -> None:
     watch = Watch({0: 11}, rank_timeout_s=10, step_timeout_s=120, clock=clock)
     beat(watch, 0, step=2, busy_s=121)

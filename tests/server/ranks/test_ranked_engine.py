@@ -1,9 +1,6 @@
 """What the HTTP process does when its own ears fail: it says so and ends, and does not wait for ever."""
 
-import asyncio
 import sys
-import threading
-import time
 
 import pytest
 
@@ -11,7 +8,7 @@ from tightwire.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ranks.processes import Ranks
-from tightwire.server.ranks.ranked_engine import Background, RankedEngine, RankFailedError
+from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
 
 # A rank that reports a stage to the address in its first line, and then waits to be killed.
 _RANK = """
@@ -39,33 +36,3 @@ async def test_a_fault_while_listening_ends_the_wait(caplog: pytest.LogCaptureFi
                 await engine.wait_ready()
             assert engine.client.state.phase is Phase.DEAD
     assert "the engine client broke" in caplog.text
-
-
-async def test_the_result_comes_to_the_loop() -> None:
-    call = Background(threading.get_ident)
-    assert await asyncio.wait_for(call.result, 5) != threading.get_ident()
-    assert call.join(5)
-
-
-async def test_the_error_comes_to_the_loop() -> None:
-    def fail() -> None:
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        await asyncio.wait_for(Background(fail).result, 5)
-
-
-def test_the_loop_ends_while_the_call_goes_on() -> None:
-    release = threading.Event()
-    calls: list[Background[bool]] = []
-
-    async def leave() -> None:
-        calls.append(Background(lambda: release.wait(60)))
-        calls[0].result.cancel()
-
-    started_s = time.monotonic()
-    asyncio.run(leave())
-    assert time.monotonic() - started_s < 5
-    assert not calls[0].join(0)
-    release.set()
-    assert calls[0].join(5)

@@ -69,7 +69,7 @@ def test_two_hosts_answer_as_without_drafts(layout: str, tmp_path: Path) -> None
     )
     config, adapters = open_checkpoint(str(model)).config, ("poet", "clerk")
     folders = {name: make_adapter(tmp_path / name, config, seed=seed) for seed, name in enumerate(adapters)}
-    loras = [argument for name, folder in folders.items() for argument in ("--lora", f"{name}={folder}")]
+    loras = ("--lora", f"poet={folders['poet']}", "--lora-dir", str(tmp_path), "--max-loras", "2")
     bodies = _bodies(["base", *adapters])
     options = ("--port", "0", "--tp", "2", "--nnodes", "2", "--layout", layout, "--served-model-name", "base", *loras)
     options += ("--kv-cache-memory", "2MiB", "--max-model-len", "512", "--join-timeout-s", str(START_S / 2))
@@ -87,6 +87,8 @@ def test_two_hosts_answer_as_without_drafts(layout: str, tmp_path: Path) -> None
             ) as first,
         ):
             url = first.wait_ready(second)
+            load = {"lora_name": "clerk", "lora_path": "clerk"}
+            assert httpx.post(f"{url}/v1/load_lora_adapter", json=load, timeout=120).status_code == 200
             told[speculation] = asyncio.run(_answers(url, bodies, at_once=False))
             assert asyncio.run(_answers(url, bodies, at_once=True)) == told[speculation]
             drafted = _counter(url, "draft_tokens_total")

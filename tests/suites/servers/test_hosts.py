@@ -118,6 +118,8 @@ def test_two_hosts_answer_as_one_for_each_algorithm_and_a_lost_host_ends_the_oth
         wait_until(lambda: "node ready" in second.log, START_S)
         health = second.log.split("health and metrics at ")[1].split(",")[0]
         assert nodes[1].visit(lambda: get(f"{health}/health/ready").status_code) == 200
+        trace = nodes[1].visit(lambda: get(f"{health}/comm/trace?seconds=0.2").json())["traceEvents"]
+        assert {event["pid"] for event in trace} == {2, 3}, "the ranks of this host"
         refused = nodes[1].visit(lambda: complete(health, 3))
         assert refused.status_code == 503
         assert "this is node 1; send requests to node 0 at 10.0.0.1" in refused.text

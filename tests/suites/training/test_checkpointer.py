@@ -2,13 +2,17 @@
 
 import errno
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from harness import run_in_process
 
-from tightwire.comm.group.group import in_process_groups
+from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.training.checkpoint import files as module
 from tightwire.training.checkpoint.files import Checkpointer, Chunk
 from tightwire.training.checkpoint.folders import (
@@ -49,6 +53,32 @@ def test_a_folder_is_a_checkpoint_only_when_complete(tmp_path: Path) -> None:
     assert checkpoints.writing and not checkpoints_in(tmp_path)
     checkpoints.complete()
     assert checkpoints_in(tmp_path) and not checkpoints.writing
+
+
+def test_a_slow_disk_is_awaited_and_its_ranks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it takes longer than a collective may."""
+    monkeypatch.setattr(module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(module, "_SAY_S", 0.1)
+    free, write_file, told = threading.Event(), module._write_file, list[str]()
+
+    def write_slowly(folder: Path, chunks: Sequence[Chunk], plans: list[Any], rank: int) -> Any:
+        assert rank == 0 or free.wait(30)
+        return write_file(folder, chunks, plans, rank)
+
+    def say(text: str) -> None:
+        told.append(text)
+        free.set()
+
+    def save(group: Group) -> str:
+        checkpoints = Checkpointer(tmp_path, Control(group), keep=2)
+        checkpoints.begin(5, [Chunk("parameters/a", 8, 4 * group.rank, torch.ones(4))], {"step": 5})
+        time.sleep(1.0)
+        return checkpoints.complete(say).error
+
+    monkeypatch.setattr(module, "_write_file", write_slowly)
+    assert run_in_process(2, save, timeout_s=0.5) == ["", ""]
+    assert set(told) == {"waiting for rank 1 to write step-00000005"}
+    assert checkpoints_in(tmp_path) == [folder_of(tmp_path, 5)]
 
 
 def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,15 @@ def test_an_unusable_address_is_an_error_with_host_and_port(tmp_path: Path) -> N
             open_store({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, Topology(0, 2), timeout_s=1.0)
 
 
+def test_what_accepts_and_never_answers_is_no_store() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        with pytest.raises(ConnectionError, match=r"no answer in 0\.5 s\. They must name the first rank's machine"):
+            open_store(address, Topology(1, 2), timeout_s=0.5)
+
+
 def test_a_rank_without_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device("cpu", Topology(0, 1)) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

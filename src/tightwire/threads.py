@@ -1,5 +1,11 @@
-"""Reads and tokenizes data ahead in a thread, so that a step does not wait for it."""
+"""Daemon threads: reading and tokenizing data ahead, so that a step does not wait for it, and calls that no exit waits for.
 
+Both hand on every error, also the panics of Rust's libraries, which are no ``Exception``.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -58,7 +64,7 @@ class ReadAhead(Generic[T]):
                 if not self._put((item, None)):
                     return
             self._put((None, StopIteration()))
-        except Exception as error:  # noqa: BLE001, the reader gets every error
+        except BaseException as error:  # noqa: BLE001 - the reader gets every error
             self._put((None, error))
 
     def _put(self, entry: tuple[T | None, BaseException | None]) -> bool:
@@ -69,3 +75,26 @@ class ReadAhead(Generic[T]):
             except queue.Full:
                 continue
         return False
+
+
+class Background(Generic[T]):
+    """Runs ``call`` in a daemon thread, which does not delay the exit as ``asyncio.to_thread`` does; await ``result``."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+        outcome.set_running_or_notify_cancel()  # from here on, cancelling ``result`` does not touch it
+        self.result = asyncio.wrap_future(outcome)
+        self._thread = threading.Thread(target=self._run, args=(call, outcome), daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the call has ended within ``timeout_s``, with or without a result."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self, call: Callable[[], T], outcome: "concurrent.futures.Future[T]") -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            try:
+                outcome.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+                outcome.set_exception(error)
