@@ -6,12 +6,11 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from tightwire.model.adapters.peft import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
+from tightwire.model.adapters.peft import CONFIG_FILE, WEIGHTS_FILE
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.ipc.engine_client import EngineClient
 from tightwire.server.plan.rank_setup import ServedAdapter
-from tightwire.threads import Background
 
 _MAX_NAME = 200
 
@@ -38,12 +37,7 @@ class Adapters:
                 message = f"the adapter {name!r} is already loaded; unload it, or send load_inplace: true"
                 raise invalid(message, "lora_name")
             adapter = next(self._ids)
-            await engine.load_adapter(adapter, str(folder))
-            try:
-                digest = await Background(lambda: adapter_digest(folder)).result
-            except OSError as error:
-                engine.unload_adapter(adapter)
-                raise invalid(f"the adapter cannot be read: {error.strerror}", "lora_path") from None
+            digest = await engine.load_adapter(adapter, str(folder))
             self.by_name[name] = ServedAdapter(id=adapter, name=name, folder=str(folder), digest=digest)
             if before is not None:
                 engine.unload_adapter(before.id)
@@ -52,11 +46,12 @@ class Adapters:
         """Forget an adapter: new requests get 404, and those that run finish. ApiError 403: off; 404: not loaded."""
         _require_runtime(options)
         async with self._changing:
-            adapter = self.by_name.pop(name, None)
+            adapter = self.by_name.get(name)
             if adapter is None:
                 message = f"there is no adapter {name[:_MAX_NAME]!r}; GET /v1/models lists the loaded ones"
                 raise ApiError(404, message, param="lora_name", code="model_not_found")
             engine.unload_adapter(adapter.id)
+            del self.by_name[name]
 
 
 def confined(path: str, options: AdapterOptions) -> Path:

@@ -57,8 +57,12 @@ class ModelInfo:
         activations = "int8-activations" if plan.activations == "int8" else ""
         cache = f"{plan.kv_dtype}-cache" if plan.kv_dtype != plan.dtype else ""
         sums = f"{plan.sum_dtype}-sums" if self.tp > 1 else ""
+        stages = f"{'pipeline' if plan.is_pipeline else 'hybrid'}{plan.stages.num_stages}" if plan.stages else ""
+        hidden = f"{plan.stage_codec}-hidden-states" if plan.stage_codec != "none" else ""
         always = f"tightwire-tp{self.tp}-{allreduce}-{plan.dtype}"
-        return "-".join(filter(None, (always, cache, sums, self.weights, activations, lora, self.kernels)))
+        return "-".join(
+            filter(None, (always, stages, hidden, cache, sums, self.weights, activations, lora, self.kernels))
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from tightwire.comm.link.probe import PairFacts, measure_pair
+from tightwire.model.open import Checkpoint, fingerprint
 from tightwire.server.hosts.channel import open_channel
 from tightwire.server.hosts.messages import Hello
 from tightwire.server.plan.rank_setup import RunPlan
@@ -32,6 +33,12 @@ def objection_to(hello: Hello, own: Hello, num_nodes: int) -> str | None:
                 advice = f"set TIGHTWIRE_KERNELS to a level that every CPU has, such as {min(theirs, ours)},"
             return f"{name_node(hello)} has {key} {theirs}, {name_node(own)} has {key} {ours}; {advice} on every host"
     return None
+
+
+def facts_of(checkpoint: Checkpoint, plan: RunPlan) -> dict[str, str]:
+    """What is equal on all nodes that have opened the same files."""
+    loaded = () if plan.adapters is None else plan.adapters.loaded
+    return {"the model": fingerprint(checkpoint), **{f"the adapter {each.name}": each.digest for each in loaded}}
 
 
 def merge_plans(plans: Mapping[int, RunPlan]) -> RunPlan:

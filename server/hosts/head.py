@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 
 from tightwire.comm.link.wire import LinkFacts, network_facts
-from tightwire.model.open import Checkpoint, fingerprint
+from tightwire.model.open import Checkpoint
 from tightwire.server.hosts import messages
 from tightwire.server.hosts.channel import Channel, LostError, accept_channels, meet
-from tightwire.server.hosts.checks import measure, merge_plans, name_node, objection_to, probe
+from tightwire.server.hosts.checks import facts_of, measure, merge_plans, name_node, objection_to, probe
 from tightwire.server.hosts.files import ModelFiles, list_files, read_piece
 from tightwire.server.hosts.place import joined, keep_probe, listen
 from tightwire.server.hosts.side import SHOW_S, Joining, Side
@@ -104,7 +104,7 @@ class Head(Side):
     async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
         """Give the model to nodes that have no copy, and wait until all nodes have opened the same one."""
         self._path.set_result(checkpoint.path)
-        self._own = msgspec.structs.replace(self._own, facts={"the model": fingerprint(checkpoint)})
+        self._own = msgspec.structs.replace(self._own, facts=facts_of(checkpoint, plan))
         await self._until(lambda: [n for n, node in self._nodes.items() if node.opened is None], "opened the model")
         plans = {0: plan}
         for number, node in sorted(self._nodes.items()):

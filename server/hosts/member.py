@@ -9,10 +9,10 @@ import msgspec
 
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.model.checkpoint.header import has_copy
-from tightwire.model.open import Checkpoint, fingerprint
+from tightwire.model.open import Checkpoint
 from tightwire.server.hosts import messages
 from tightwire.server.hosts.channel import Channel, LostError, introduce, open_channel
-from tightwire.server.hosts.checks import CONNECT_S, measure, probe, why_unreachable
+from tightwire.server.hosts.checks import CONNECT_S, facts_of, measure, probe, why_unreachable
 from tightwire.server.hosts.files import ModelFiles, fetch_files
 from tightwire.server.hosts.place import joined
 from tightwire.server.hosts.side import SHOW_S, Joining, Side
@@ -67,7 +67,7 @@ class Member(Side):
         return self._choice.result()
 
     async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
-        self._tell(messages.Opened({"the model": fingerprint(checkpoint)}, plan))
+        self._tell(messages.Opened(facts_of(checkpoint, plan), plan))
         agreed = await self._run
         self._free_ports()
         return agreed

@@ -76,11 +76,12 @@ class EngineClient(Protocol):
         """All collectives of all ranks in the next ``seconds``. EngineUnavailableError, RecordingBusyError, RankSilentError."""
         ...
 
-    async def load_adapter(self, adapter: int, folder: str) -> None:
-        """Load a LoRA adapter on every rank; ``adapter``: an id that was never used, which requests then carry.
+    async def load_adapter(self, adapter: int, folder: str) -> str:
+        """Load a LoRA adapter on every rank, and return its digest. ``adapter``: an id that was never used, for requests to carry.
 
-        AdapterRefusedError: a rank refuses it, and none has it. EngineUnavailableError, RankSilentError: likewise.
+        AdapterRefusedError: a rank refuses it or has other files, and none has it. EngineUnavailableError, RankSilentError: likewise.
         """
+        ...
 
     def unload_adapter(self, adapter: int) -> None:
         """Accept no more sequences with this adapter; those that run finish with it."""

@@ -211,11 +211,12 @@ class Recorded(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
-    """One rank's answer to ``LoadAdapter``. ``refusal``: why it did not load the adapter; empty: it did."""
+    """One rank's answer to ``LoadAdapter``. ``refusal``: why it did not load the adapter; empty: it did, from files of this digest."""
 
     rank: int
     id: int
     refusal: str = ""
+    digest: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

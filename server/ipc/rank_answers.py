@@ -94,14 +94,15 @@ class AdapterLoads:
 
     def __init__(self, num_ranks: int, send: Callable[[LoadAdapter | UnloadAdapter], None]) -> None:
         self._num_ranks, self._send = num_ranks, send
-        self._waiting: dict[int, _Answers] = {}
+        self._waiting: dict[int, tuple[_Answers, list[AdapterLoaded]]] = {}
 
-    async def load(self, adapter: int, folder: str) -> None:
+    async def load(self, adapter: int, folder: str) -> str:
         """See ``EngineClient.load_adapter``. A load that fails on one rank is undone on all."""
-        answers = self._waiting[adapter] = _Answers(range(self._num_ranks))
+        answers, heard = self._waiting[adapter] = _Answers(range(self._num_ranks)), list[AdapterLoaded]()
         try:
             self._send(LoadAdapter(id=adapter, folder=folder))
             await answers.wait(_LOAD_PATIENCE_S, f"load the adapter within {_LOAD_PATIENCE_S:g} s")
+            return heard[0].digest
         except BaseException:
             self._send(UnloadAdapter(id=adapter))
             raise
@@ -110,13 +111,16 @@ class AdapterLoads:
 
     def heard(self, answer: AdapterLoaded) -> None:
         """Note a rank's answer. Answers to abandoned loads are ignored."""
-        if (answers := self._waiting.get(answer.id)) is None:
+        if answer.id not in self._waiting:
             return
-        if answer.refusal:
-            answers.fail(engine_client.AdapterRefusedError(answer.refusal))
+        answers, heard = self._waiting[answer.id]
+        heard.append(answer)
+        unlike = f"rank {answer.rank} has other files of the adapter than rank {heard[0].rank}; copy them to all hosts"
+        if refusal := answer.refusal or ("" if answer.digest == heard[0].digest else unlike):
+            answers.fail(engine_client.AdapterRefusedError(refusal))
         answers.heard(answer.rank)
 
     def fail(self, reason: str) -> None:
         """End all loads with an error: the engine died."""
-        for answers in self._waiting.values():
+        for answers, _ in self._waiting.values():
             answers.fail(engine_client.EngineUnavailableError(reason))

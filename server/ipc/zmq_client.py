@@ -94,12 +94,12 @@ class ZmqEngineClient:
         self._admit(requests)
         return self._stream(requests)
 
-    async def load_adapter(self, adapter: int, folder: str) -> None:
-        if self.state.phase is not Phase.READY:
-            raise EngineUnavailableError(str(self.state))
-        await self._adapter_loads.load(adapter, folder)
+    async def load_adapter(self, adapter: int, folder: str) -> str:
+        self._require_ready()
+        return await self._adapter_loads.load(adapter, folder)
 
     def unload_adapter(self, adapter: int) -> None:
+        self._require_ready()
         self._send(messages.UnloadAdapter(id=adapter))
 
     def cancel(self, ids: Sequence[str]) -> None:
@@ -123,11 +123,14 @@ class ZmqEngineClient:
             return False
         return True
 
-    def _admit(self, requests: Sequence[AddRequest]) -> None:
+    def _require_ready(self) -> None:
         if self.state.phase is not Phase.READY:
             raise EngineUnavailableError(str(self.state))
-        if self.state.reason:
+        if self.state.reason:  # another host serves the API
             raise EngineUnavailableError(self.state.reason)
+
+    def _admit(self, requests: Sequence[AddRequest]) -> None:
+        self._require_ready()
         if len(self._live) + len(requests) > self._max_queued_requests:
             raise QueueFullError(
                 f"{len(self._live)} sequences wait or run and {len(requests)} more would exceed the limit of "

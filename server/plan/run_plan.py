@@ -267,7 +267,8 @@ def describe_nodes(config: ServeConfig, device: str, needed: Sequence[int]) -> t
         unbound = f"ranks are not bound to the {len(nodes)} NUMA nodes, and read memory of other nodes, which is slower"
         return (f"warning: a quota allows {num_usable} of {num_allowed} cores, so {unbound}",)
     num_local = config.parallel.num_ranks // (config.hosts.nnodes or 1)
-    return (describe_placement(num_local, nodes, needed[:num_local]),)
+    first = (config.hosts.node_rank or 0) * num_local
+    return (describe_placement(num_local, nodes, needed[first : first + num_local]),)
 
 
 def _policies(own: str, comm: CommDecision | None, library: CommDecision | None) -> tuple[NamedPolicy, ...]:

@@ -56,15 +56,16 @@ class Watch:
         *,
         rank_timeout_s: float,
         step_timeout_s: float,
+        tp: int = 1,
         num_replicas: int = 1,
         node_of: Callable[[int], str] = lambda rank: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``pids``: the process of each rank; 0 for one of another host. ``node_of``: the name of a rank's host; empty if there is one."""
+        """``pids``: the process of each rank; 0 for one of another host. ``tp``: ranks of a replica. ``node_of``: the name of a rank's host; empty if there is one."""
         self.serving = False
         self.reason: str | None = None
         self._rank_timeout_s, self._step_timeout_s = rank_timeout_s, step_timeout_s
-        self._num_replicas = num_replicas
+        self._tp, self._num_replicas = tp, num_replicas
         self._clock, self._last_check = clock, clock()
         self._first_sign_s: float | None = None  # when the first exit or failure was seen
         self._moved_s: float | None = None  # when a rank last did a part of a stage, after ``begin_loading``
@@ -204,7 +205,7 @@ class Watch:
         return "; ".join(f"rank {self._name(n)}: {rank.doing}" for n, rank in self._ranks.items() if n != without)
 
     def _name(self, number: int) -> str:
-        return rank_name(number, len(self._ranks) // self._num_replicas, self._num_replicas)
+        return rank_name(number, self._tp, self._num_replicas)
 
     def tracebacks(self, *, of_symptoms: bool = False) -> list[tuple[int, str]]:
         """By rank, the tracebacks of ranks that failed on their own, or of those that failed because of another rank."""

@@ -9,7 +9,7 @@ import msgspec
 import zmq
 
 from tightwire.comm.codec.codec import parse_codec
-from tightwire.model.adapters.peft import open_adapter
+from tightwire.model.adapters.peft import adapter_digest, open_adapter
 from tightwire.model.adapters.product import AdapterProducts
 from tightwire.model.build import RankGroups
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -79,23 +79,23 @@ class AdapterLoader:
     def load(self, message: messages.LoadSlot) -> None:
         """Load an adapter between two steps. A folder that is refused leaves the slot empty."""
         self._reporter.begin(f"loading the adapter in {message.folder}")
-        refusal = "this server has no adapter slots"
+        refusal, digest = "this server has no adapter slots", ""
         if self._products is not None:
             try:
                 adapter = open_adapter(Path(message.folder), self._model, self._products.room.max_rank)
                 self._products.load(message.slot, adapter)
-                refusal = ""
+                refusal, digest = "", adapter_digest(Path(message.folder))
             except Exception as error:  # noqa: BLE001 - a bad folder must not end the rank
                 self._products.clear(message.slot)
                 refusal = str(error)
                 if not isinstance(error, ModelError):
                     _log.exception("the adapter in %s cannot be loaded", message.folder)
                     refusal = f"the adapter in {message.folder} cannot be loaded: {error!r}"
-        self.answer(message.id, refusal)
+        self.answer(message.id, refusal, digest)
 
-    def answer(self, adapter: int, refusal: str) -> None:
+    def answer(self, adapter: int, refusal: str, digest: str = "") -> None:
         """Tell the HTTP process what became of a ``LoadAdapter``."""
-        self._reporter.send(messages.AdapterLoaded(rank=self._reporter.rank, id=adapter, refusal=refusal))
+        self._reporter.send(messages.AdapterLoaded(self._reporter.rank, adapter, refusal, digest))
 
 
 class Leader:

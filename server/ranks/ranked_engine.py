@@ -50,6 +50,7 @@ class RankedEngine:
             dict.fromkeys(self.hosts.watched, 0) | ranks.pids,
             rank_timeout_s=config.timeouts.rank_timeout_s,
             step_timeout_s=config.timeouts.step_timeout_s,
+            tp=config.parallel.tp,
             num_replicas=config.parallel.dp,
             node_of=self.hosts.node_of,
         )

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -19,6 +20,7 @@ from tokenizers import AddedToken
 from tightwire.comm.ledger.ledger import Count, Latency
 from tightwire.comm.ledger.recording import Event, RankEvents
 from tightwire.comm.policy.rules import Policy
+from tightwire.model.adapters.peft import adapter_digest
 from tightwire.model.sampling.parameters import TokenScore
 from tightwire.model.text.tokenizer import BOS, BOS_ID, CHAT_TEMPLATE, END_OF_TURN_ID, Tokenizer, byte_backend
 from tightwire.server.api.serving import ModelHolder, ModelInfo
@@ -114,10 +116,11 @@ class FakeEngine:
         event = Event("all_reduce", "native", "decode", "", 7, 1152, 1152, 1152, 2.0, 0.001)
         return [RankEvents(rank=rank, clock="host", events=[event]) for rank in range(2)]
 
-    async def load_adapter(self, adapter: int, folder: str) -> None:
+    async def load_adapter(self, adapter: int, folder: str) -> str:
         if self.adapter_refusal:
             raise AdapterRefusedError(self.adapter_refusal)
         self.adapters[adapter] = folder
+        return adapter_digest(Path(folder))
 
     def unload_adapter(self, adapter: int) -> None:
         del self.adapters[adapter]

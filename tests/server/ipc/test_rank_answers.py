@@ -5,9 +5,14 @@ import asyncio
 import pytest
 
 from tightwire.comm.ledger.recording import Event
-from tightwire.server.ipc.engine_client import EngineUnavailableError, RankSilentError, RecordingBusyError
-from tightwire.server.ipc.messages import Record, Recorded
-from tightwire.server.ipc.rank_answers import Recordings
+from tightwire.server.ipc.engine_client import (
+    AdapterRefusedError,
+    EngineUnavailableError,
+    RankSilentError,
+    RecordingBusyError,
+)
+from tightwire.server.ipc.messages import AdapterLoaded, LoadAdapter, Record, Recorded, UnloadAdapter
+from tightwire.server.ipc.rank_answers import AdapterLoads, Recordings
 
 
 class Asked(list[Record]):
@@ -81,3 +86,31 @@ async def test_death_ends_the_wait_with_its_reason(recordings: Recordings) -> No
     recordings.fail("the engine has failed: rank 1 was killed")
     with pytest.raises(EngineUnavailableError, match="rank 1 was killed"):
         await task
+
+
+@pytest.mark.parametrize(
+    ("second", "refusal"),
+    [
+        (AdapterLoaded(1, 5, digest="b"), "rank 1 has other files of the adapter than rank 0; copy them to all hosts"),
+        (AdapterLoaded(1, 5, refusal="no such folder"), "no such folder"),
+    ],
+)
+async def test_an_adapter_that_one_rank_refuses_or_has_otherwise_is_undone(second: AdapterLoaded, refusal: str) -> None:
+    sent = list[LoadAdapter | UnloadAdapter]()
+    loads = AdapterLoads(2, sent.append)
+    task = asyncio.create_task(loads.load(5, "/adapters/poet"))
+    await asyncio.sleep(0)
+    loads.heard(AdapterLoaded(0, 5, digest="a"))
+    loads.heard(second)
+    with pytest.raises(AdapterRefusedError, match=refusal):
+        await task
+    assert sent == [LoadAdapter(id=5, folder="/adapters/poet"), UnloadAdapter(id=5)]
+
+
+async def test_an_adapters_digest_is_that_of_all_ranks() -> None:
+    loads = AdapterLoads(2, lambda message: None)
+    task = asyncio.create_task(loads.load(5, "/adapters/poet"))
+    await asyncio.sleep(0)
+    for rank in (1, 0):
+        loads.heard(AdapterLoaded(rank, 5, digest="a"))
+    assert await task == "a"

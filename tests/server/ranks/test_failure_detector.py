@@ -222,7 +222,9 @@ def test_a_stopped_process_is_told_from_a_busy_one(stopped: int, clock: Clock) -
 
 
 def test_a_replica_may_wait_for_another_one_as_long_as_that_gets_on(clock: Clock) -> None:
-    watch = Watch({0: 11, 1: 22, 2: 33, 3: 44}, rank_timeout_s=10, step_timeout_s=120, num_replicas=2, clock=clock)
+    watch = Watch(
+        {0: 11, 1: 22, 2: 33, 3: 44}, rank_timeout_s=10, step_timeout_s=120, tp=2, num_replicas=2, clock=clock
+    )
     watch.serving = True
 
     def beat_all(busy_s: float, num_collectives: int) -> None:
@@ -247,6 +249,13 @@ def test_a_replica_may_wait_for_another_one_as_long_as_that_gets_on(clock: Clock
         "rank 3 (replica 1) (pid 44) has been at one step for 251 s, 121 s without a new collective"
     )
     assert "rank 0 (replica 0): step 9" in reason
+
+
+def test_a_host_with_one_replica_of_several_names_its_ranks(clock: Clock) -> None:
+    watch = Watch({1: 22}, rank_timeout_s=10, step_timeout_s=120, num_replicas=2, clock=clock)
+    assert watch.describe() == "rank 1 (replica 1): starting"
+    watch.exited(1, -signal.SIGKILL)
+    assert watch.check() == "rank 1 (replica 1) (pid 22) was killed by SIGKILL (out of memory?) while: starting"
 
 
 def test_a_rank_of_another_host_is_named_with_its_node(clock: Clock) -> None:

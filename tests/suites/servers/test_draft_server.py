@@ -89,6 +89,10 @@ def test_two_hosts_answer_as_without_drafts(layout: str, tmp_path: Path) -> None
             url = first.wait_ready(second)
             load = {"lora_name": "clerk", "lora_path": "clerk"}
             assert httpx.post(f"{url}/v1/load_lora_adapter", json=load, timeout=120).status_code == 200
+            member = second.wait_ready(first)
+            for route, body in (("load", {**load, "lora_name": "more"}), ("unload", {"lora_name": "poet"})):
+                refused = httpx.post(f"{member}/v1/{route}_lora_adapter", json=body, timeout=30)
+                assert refused.status_code == 503 and "send requests to node 0" in refused.text
             told[speculation] = asyncio.run(_answers(url, bodies, at_once=False))
             assert asyncio.run(_answers(url, bodies, at_once=True)) == told[speculation]
             drafted = _counter(url, "draft_tokens_total")
