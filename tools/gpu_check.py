@@ -119,6 +119,8 @@ def check(
             path.write_text(json.dumps(results, indent=1))
         seconds, reason = results["stages"][stage.name]["seconds"], result.get("reason", "")
         sys.stderr.write(f"{stage.name}: {result['status']}, {seconds:g} s{': ' * bool(reason)}{reason}\n")
+        if stage.name == "packages" and result["status"] == "failed":
+            break  # nothing else would run
     return results
 
 

@@ -91,9 +91,10 @@ SMALL = Sizes(
     fsdp2={"shape": _SMALL_SHAPE, "sequences": 2, "tokens": 16, "steps": 2, "device": "cpu"},  # DTensors need a device
     comm=("--sizes", "4KiB", "--repeats", "3"),
     tests={
+        "tests of decode": "models_logits[1] or either_form[True]",
         "tests of kernels": "prompts_of_packed or quantized_on_the_device or test_packed_model",
         "tests of models": "model_drafts or own_ones[none]",
-        "tests of the rest": "test_rules or has_the_losses or models_logits[1]",
+        "tests of the rest": "test_rules or has_the_losses",
         "tests of peers": None,
     },
 )

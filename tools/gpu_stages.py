@@ -94,7 +94,7 @@ def transformers(machine: Machine) -> Any:
     return program(machine, "transformers", machine.sizes.transformers, machine.sizes.uncompiled)
 
 
-def tests(name: str, *files: str, workers: bool = True) -> Stage:
+def tests(name: str, *files: str, workers: bool = True, chosen: str = "", limit_s: float = 200) -> Stage:
     """A stage that runs files of tests and counts what passed, also when its time is over."""
 
     def run(machine: Machine) -> dict[str, int]:
@@ -102,17 +102,17 @@ def tests(name: str, *files: str, workers: bool = True) -> Stage:
         command += ["-p", "no:benchmark", "-m", "gpu or multi_gpu"]
         if workers and not machine.sizes.tests and importlib.util.find_spec("xdist"):
             command += ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1))]
-        chosen = machine.sizes.tests.get(name, "")
-        if chosen is None:
+        own = machine.sizes.tests.get(name, chosen)
+        if own is None:
             raise LeftOutError("its cases take minutes on the emulated device")
-        command += ["-k", chosen] if chosen else []
+        command += ["-k", own] if own else []
         try:
             return _counts(machine.run([*command, *(f"tests/{file}.py" for file in files)]))
         except CommandError as error:
             error.figures = _counts(error.output)
             raise
 
-    return Stage(name, run, 200)
+    return Stage(name, run, limit_s)
 
 
 def _counts(output: str) -> dict[str, int]:
@@ -192,17 +192,18 @@ def of_two(run: Callable[[Machine], Any]) -> Callable[[Machine], Any]:
 
 STAGES = (
     Stage("facts", facts, 60),
-    Stage("decode and prefill", roofline, 170),
+    tests("tests of decode", "gpu/test_decode_graphs", chosen="one_row or models_logits", limit_s=100),
+    Stage("build", lambda machine: machine.run((sys.executable, "-c", _BUILD)).split()[-1], 120),
+    Stage("decode and prefill", roofline, 200),
     Stage("codecs", lambda machine: bench(machine, "kernels", *_CUDA, *machine.sizes.kernels), 160),
     Stage("packed products", lambda machine: program(machine, "products", machine.sizes.products), 120),
     Stage("int4", int4, 170),
     Stage("stream", stream, 120),
-    Stage("transformers", transformers, 150),
     tests("tests of kernels", "gpu/test_layer_kernels", "gpu/test_block_quant", "gpu/test_packed_model"),
     tests("tests of models", "gpu/test_stages", "gpu/test_partition", "gpu/test_drafts"),
+    Stage("transformers", transformers, 150),
     Stage("sums over peer memory", sums("peer-memory"), 120),
     Stage("sums over NCCL", sums("process-group"), 120),
-    Stage("build", lambda machine: machine.run((sys.executable, "-c", _BUILD)).split()[-1], 120),
     Stage(
         "answers",
         answers((*_CUDA,), (*_CUDA, "--no-cuda-graphs"), (*_CUDA, "--plan-ahead", "off"), ("--device", "cpu")),

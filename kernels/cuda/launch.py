@@ -1,5 +1,6 @@
 """Launches Triton kernels, on some GPUs while the kernel before ends; so each calls ``wait_for_last`` first."""
 
+import os
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -37,8 +38,12 @@ def launch(
 
 @cache
 def _overlaps(device: torch.device) -> bool:
-    """True on Hopper and Blackwell's data center GPUs. On GPUs of 12.0 such launches were reported to fail in captures."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    """True on Hopper and Blackwell's data center GPUs, unless TIGHTWIRE_OVERLAP is 0. On GPUs of 12.0 they were reported to fail in captures."""
+    return (
+        os.environ.get("TIGHTWIRE_OVERLAP") != "0"
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    )
 
 
 @triton.jit

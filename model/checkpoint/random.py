@@ -41,7 +41,9 @@ class RandomReader:
         is_bias = len(shape) == 1  # computed as the first column of a matrix
         columns = columns or range(1 if is_bias else shape[-1])
         # 8 bytes per number, because the hash and its float copy exist at the same time.
-        for chunk in row_chunks(rows, 8 * len(columns) * max(growth_of(out), 1 if out.device.type == "cuda" else 4)):
+        # A GPU takes longer to launch the operations of a small piece than to run them.
+        growth = 1 if out.device.type == "cuda" else max(growth_of(out), 4)
+        for chunk in row_chunks(rows, 8 * len(columns) * growth):
             piece = _uniform(key, chunk, columns, out.device)
             store_rows(out, chunk.start - rows.start, piece.squeeze(1) if is_bias else piece, name)
 

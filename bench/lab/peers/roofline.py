@@ -64,7 +64,6 @@ class RooflineBench(Bench[RooflineOptions]):
         self.facts = {name: getattr(options, name) for name in _SHOWN} | {"device": _device_of(options), **rates}
         copies, products = rates["copy_bytes_per_s"] / 1e9, rates["product_flops"] / 1e12
         self.print(f"copies read and write {copies:.0f} GB/s, products {products:.2f} TFLOP/s", "")
-        self._measure_parts(rates, checkpoint.config.max_positions)
         served: list[dict[str, Any]] = []
         if options.server:
             loads = _measure_server(options, checkpoint)
@@ -79,6 +78,7 @@ class RooflineBench(Bench[RooflineOptions]):
         if served:
             self.measured += served
             self.print_table(Table(title="Over HTTP", columns=_SERVED_COLUMNS, rows=served))
+        self._measure_parts(rates, checkpoint.config.max_positions)  # last: what is interrupted keeps the whole steps
         if options.server and options.peer:
             self.facts["times_as_fast"] = served[-1]["seconds"] / served[0]["seconds"]
             self.print(f"tightwire is {self.facts['times_as_fast']:.2f} times as fast as transformers")
