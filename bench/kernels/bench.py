@@ -1,7 +1,7 @@
 """``tightwire bench kernels``: GB/s of codecs and of a copy of memory, on one core or one GPU; a wrong answer fails the run."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,6 @@ class KernelBench(Bench[KernelOptions]):
         self.print(f"{setting}\n")
         for size in options.sizes or (_CUDA_SIZES if on_cuda else _CPU_SIZES):
             cells = self._codec_cells(size)
-            self.measured += cells
             title = f"codecs of {format_bytes(size)}"
             self.print_table(Table(title=title, columns=_COLUMNS, rows=cells, wrong=lambda cell: not cell["right"]))
             self.keep()
@@ -57,31 +56,31 @@ class KernelBench(Bench[KernelOptions]):
         return "Codecs", result["setting"]
 
     def _codec_cells(self, size: int) -> list[dict[str, Any]]:
-        """The copy is timed before and after the codecs, and its rate is that of all samples: drift then favors neither."""
-        first, shown = self._seconds(copy_arm(size, self._device)), format_bytes(size)
-        cells = [
-            self._cell(arm, f"{arm.name} {codec} {shown}", operation=arm.name, codec=codec, size=size)
-            for codec in self.options.codecs
-            for arm in codec_arms(codec, size, self._dtype, self._device)
-        ]
-        rate = 2 * size / statistics.median(first + self._seconds(copy_arm(size, self._device)))
-        for cell in cells:
-            cell |= {"copy_bytes_per_s": rate, "share_of_copy": cell["bytes_per_s"] / rate}
+        """The copy is timed before and after the codecs, and its rate is that of all samples: drift then favors neither.
+
+        Each cell is among the measured ones, with the rate so far, as soon as it is measured.
+        """
+        copies, cells = self._seconds(copy_arm(size, self._device)), list[dict[str, Any]]()
+        for codec in self.options.codecs:
+            for arm in codec_arms(codec, size, self._dtype, self._device):
+                name = f"{arm.name} {codec} {format_bytes(size)}"
+                cells.append(self._cell(arm, name, operation=arm.name, codec=codec, size=size))
+                self.measured.append(cells[-1])
+                _compare(cells[-1:], 2 * size / statistics.median(copies))
+        _compare(cells, 2 * size / statistics.median(copies + self._seconds(copy_arm(size, self._device))))
         return cells
 
     def _cell(self, arm: Arm, name: str, **facts: Any) -> dict[str, Any]:
         samples = self._seconds(arm)
         seconds = statistics.median(samples)
-        return {
-            "name": name,
-            **facts,
-            "seconds": seconds,
-            "bytes_per_s": arm.moved_bytes / seconds,
-            "right": arm.is_right(),
-            "samples": {"seconds": samples},
-            "batch": neighbour_batch(len(samples)),
-        }
+        facts |= {"seconds": seconds, "bytes_per_s": arm.moved_bytes / seconds, "right": arm.is_right()}
+        return {"name": name, **facts, "samples": {"seconds": samples}, "batch": neighbour_batch(len(samples))}
 
     def _seconds(self, arm: Arm) -> list[float]:
         options = self.options
         return seconds_per_call(arm.call, self._device, repeats=options.repeats, limit_s=options.seconds_per_arm)
+
+
+def _compare(cells: Sequence[dict[str, Any]], copy_rate: float) -> None:
+    for cell in cells:
+        cell |= {"copy_bytes_per_s": copy_rate, "share_of_copy": cell["bytes_per_s"] / copy_rate}
