@@ -94,7 +94,7 @@ def transformers(machine: Machine) -> Any:
     return program(machine, "transformers", machine.sizes.transformers, machine.sizes.uncompiled)
 
 
-def tests(name: str, *files: str, workers: bool = True, chosen: str = "", limit_s: float = 200) -> Stage:
+def tests(name: str, *files: str, workers: bool = True, limit_s: float = 200) -> Stage:
     """A stage that runs files of tests and counts what passed, also when its time is over."""
 
     def run(machine: Machine) -> dict[str, int]:
@@ -102,10 +102,10 @@ def tests(name: str, *files: str, workers: bool = True, chosen: str = "", limit_
         command += ["-p", "no:benchmark", "-m", "gpu or multi_gpu"]
         if workers and not machine.sizes.tests and importlib.util.find_spec("xdist"):
             command += ["-n", str(min(_MOST_WORKERS, os.cpu_count() or 1))]
-        own = machine.sizes.tests.get(name, chosen)
-        if own is None:
+        chosen = machine.sizes.tests.get(name, "")
+        if chosen is None:
             raise LeftOutError("its cases take minutes on the emulated device")
-        command += ["-k", own] if own else []
+        command += ["-k", chosen] if chosen else []
         try:
             return _counts(machine.run([*command, *(f"tests/{file}.py" for file in files)]))
         except CommandError as error:
@@ -192,7 +192,7 @@ def of_two(run: Callable[[Machine], Any]) -> Callable[[Machine], Any]:
 
 STAGES = (
     Stage("facts", facts, 60),
-    tests("tests of decode", "gpu/test_decode_graphs", chosen="one_row or models_logits", limit_s=100),
+    tests("tests of decode", "gpu/test_decode_graphs", limit_s=100),
     Stage("build", lambda machine: machine.run((sys.executable, "-c", _BUILD)).split()[-1], 120),
     Stage("decode and prefill", roofline, 200),
     Stage("codecs", lambda machine: bench(machine, "kernels", *_CUDA, *machine.sizes.kernels), 160),
@@ -216,7 +216,7 @@ STAGES = (
     Stage("stream 70B", stream_70b, 150),
     tests(
         "tests of the rest",
-        *("gpu/test_rules", "gpu/test_attention", "gpu/test_decode_graphs", "gpu/test_decode_waits"),
+        *("gpu/test_rules", "gpu/test_attention", "gpu/test_decode_waits"),
         *("gpu/test_decode_work", "gpu/test_training", "gpu/test_offloaded_cache", "model/sampling/test_sampler"),
         *("kernels/test_attention", "comm/transport/test_peer_access", "model/checkpoint/test_random"),
         "bench/doctor/test_gpus",

@@ -112,7 +112,7 @@ class Head(Side):
             plans[number] = node.opened.plan
             hello = msgspec.structs.replace(node.hello, facts=node.opened.facts)
             if reason := objection_to(hello, self._own, self._place.num_nodes):
-                raise ValueError(reason.replace("start the same command", "give the same model"))
+                raise ValueError(reason.replace("start the same command", "give the same files"))
         merged = merge_plans(plans)
         self._tell(messages.Run(merged))
         self._free_ports()

@@ -225,7 +225,7 @@ class Checkpointer:
         own = self._thread.submit(_write_file, partial_of(folder), chunks, plans, self._control.rank)
         self._write = _Write(folder, plans, description, own)
 
-    def complete(self, say: Callable[[str], None] = print) -> Completed:
+    def complete(self, say: Callable[[str], None]) -> Completed:
         """Wait until all ranks have written, publish the checkpoint and remove old ones. ``say`` is told who still writes. Collective."""
         write, self._write = self._write, None
         assert write is not None, "no checkpoint has begun"

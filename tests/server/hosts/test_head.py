@@ -92,7 +92,7 @@ async def test_another_model_is_refused_by_node(tmp_path: Path) -> None:
     other = asyncio.create_task(member.agree(tiny_checkpoint(tmp_path, seed=1), PLAN))
     with pytest.raises(
         ValueError,
-        match=r"node 1 .* has the model [0-9a-f]+, node 0 .* has the model [0-9a-f]+; give the same model on every",
+        match=r"node 1 .* has the model [0-9a-f]+, node 0 .* has the model [0-9a-f]+; give the same files on every",
     ):
         await head.agree(tiny_checkpoint(tmp_path), PLAN)
     other.cancel()

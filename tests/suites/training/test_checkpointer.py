@@ -37,7 +37,7 @@ def _piece(value: float) -> Chunk:
 
 def _save(checkpoints: Checkpointer, step: int) -> str:
     checkpoints.begin(step, [_piece(step)], {"step": step})
-    return checkpoints.complete().error
+    return checkpoints.complete(print).error
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_folder_is_a_checkpoint_only_when_complete(tmp_path: Path) -> None:
     checkpoints = _checkpointer(tmp_path)
     checkpoints.begin(5, [_piece(1.0)], {})
     assert checkpoints.writing and not checkpoints_in(tmp_path)
-    checkpoints.complete()
+    checkpoints.complete(print)
     assert checkpoints_in(tmp_path) and not checkpoints.writing
 
 
@@ -106,7 +106,7 @@ def test_a_failed_removal_of_old_checkpoints_is_a_warning(tmp_path: Path, monkey
     monkeypatch.setattr(module, "prune", fail)
     checkpoints = _checkpointer(tmp_path)
     checkpoints.begin(5, [_piece(1.0)], {})
-    folder, error, warning = checkpoints.complete()
+    folder, error, warning = checkpoints.complete(print)
     assert folder.is_dir() and not error
     assert warning == "checkpoints older than the newest 2 could not be removed: not yours"
 
