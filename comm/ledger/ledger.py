@@ -159,16 +159,12 @@ class Ledger:
         seconds = perf_counter() - start_s
         totals = self.counters.of((op, algorithm, phase))
         totals.recent_s.append(seconds)
-        totals.calls += 1
         totals.seconds += seconds
-        totals.bytes_sent += bytes_sent
-        totals.exact_bytes += bytes_sent if exact_bytes is None else exact_bytes
-        totals.message_bytes += num_bytes
+        totals.add(1, bytes_sent, bytes_sent if exact_bytes is None else exact_bytes, num_bytes)
         self._spent_s += seconds
         if self.coding_s or self._hides_coding:
             self._end_coding(totals)
-        self._last = begun
-        self._current = None
+        self._last, self._current = begun, None
         events = self.recording.events
         if events is not None:
             events.append(finished_event(begun, seconds, bytes_sent, exact_bytes))

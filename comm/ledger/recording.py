@@ -125,8 +125,7 @@ class Recording:
             events += [event for event in self._recent(series) if event.number > last]
         begun = self._running()[1] if series is None else series.current
         if begun is not None:
-            unfinished = finished_event(begun, perf_counter() - begun[4], 0)
-            events.append(unfinished._replace(finished=False))
+            events.append(finished_event(begun, perf_counter() - begun[4], 0)._replace(finished=False))
         return events
 
     def _recent(self, series: Series) -> list[Event]:
@@ -135,9 +134,10 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEvents:
-    """The events of one rank. Times are comparable between ranks of equal ``clock``."""
+    """The events of one ledger of a rank, a row in the trace. Times are comparable between ranks of equal ``clock``."""
 
     rank: int
+    row: int = 0
     clock: str
     events: Sequence[Event]
 
@@ -161,7 +161,7 @@ def chrome_trace(ranks: Sequence[RankEvents]) -> dict[str, Any]:
         trace_events += [
             {"ph": "M", "name": "process_name", "pid": part.rank, "args": {"name": name}},
             {"ph": "M", "name": "process_sort_index", "pid": part.rank, "args": {"sort_index": part.rank}},
-            {"ph": "M", "name": "thread_name", "pid": part.rank, "tid": 0, "args": {"name": "collectives"}},
+            {"ph": "M", "name": "thread_name", "pid": part.rank, "tid": part.row, "args": {"name": _row(part)}},
             *_bars(part, clocks.get(part.clock, 0.0)),
         ]
     return {
@@ -169,8 +169,8 @@ def chrome_trace(ranks: Sequence[RankEvents]) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {
             "clocks": "one" if shared else "each host has its own clock: do not compare times of different hosts",
-            "events": {f"rank {part.rank}": len(part.events) for part in ranks},
-            "lost": {f"rank {part.rank}": num for part in ranks if (num := _num_lost(part.events))},
+            "events": {f"rank {part.rank}, {_row(part)}": len(part.events) for part in ranks},
+            "lost": {f"rank {part.rank}, {_row(part)}": num for part in ranks if (num := _num_lost(part.events))},
         },
     }
 
@@ -188,11 +188,15 @@ def _bars(part: RankEvents, origin_s: float) -> Iterator[dict[str, Any]]:
             "name": f"{event.op} {event.algorithm}",
             "cat": event.phase or event.op,
             "pid": part.rank,
-            "tid": 0,
+            "tid": part.row,
             "ts": round((event.start_s - origin_s) * 1e6, 3),
             "dur": round(event.seconds * 1e6, 3),
             "args": args,
         }
+
+
+def _row(part: RankEvents) -> str:
+    return f"messages {part.row}" if part.row else "collectives"
 
 
 def _num_lost(events: Sequence[Event]) -> int:

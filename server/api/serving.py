@@ -25,6 +25,7 @@ class ModelInfo:
     vocab_size: int  # rows of the embedding; ids at or above it do not exist
     root: str = ""  # the folder or file it came from
     tp: int = 1
+    tp_split: tuple[float, ...] | None = None
     weights: str = ""  # their packed formats, such as Q4_1+Q8_0; empty: not packed
     kernels: str = ""  # level of the CPU kernels, such as v4-bf16; empty on a GPU
     other_names: tuple[str, ...] = ()  # that clients may use as well
@@ -59,10 +60,10 @@ class ModelInfo:
         sums = f"{plan.sum_dtype}-sums" if self.tp > 1 else ""
         stages = f"{'pipeline' if plan.is_pipeline else 'hybrid'}{plan.stages.num_stages}" if plan.stages else ""
         hidden = f"{plan.stage_codec}-hidden-states" if plan.stage_codec != "none" else ""
-        always = f"tightwire-tp{self.tp}-{allreduce}-{plan.dtype}"
-        return "-".join(
-            filter(None, (always, stages, hidden, cache, sums, self.weights, activations, lora, self.kernels))
-        )
+        split = f"split{':'.join(f'{share:g}' for share in self.tp_split)}-" if self.tp_split else ""
+        always = f"tightwire-tp{self.tp}-{split}{allreduce}-{plan.dtype}"
+        parts = (always, stages, hidden, cache, sums, self.weights, activations, lora, self.kernels)
+        return "-".join(filter(None, parts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,6 +117,7 @@ class _Server:
             vocab_size=checkpoint.config.vocab_size,
             root=checkpoint.location,
             tp=self._config.parallel.tp,
+            tp_split=self._config.parallel.tp_split,
             weights=decision.formats.name,
             kernels=level() if decision.plan.device == "cpu" else "",
             default_seed=options.seed,

@@ -205,6 +205,7 @@ class Recorded(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     id: int
+    row: int  # the ledger that they come from
     events: list[Event]
     clock: str  # the clock of their times (``comm.ledger.recording.clock_name``)
     last: bool

@@ -63,15 +63,15 @@ class Recordings:
             await recording.answers.wait(seconds + self._patience_s, late)
         finally:
             self._current = None
-        clocks = recording.clocks
-        return [RankEvents(rank=rank, clock=clocks[rank], events=own) for rank, own in recording.events.items()]
+        rows, clocks = sorted(recording.events.items()), recording.clocks
+        return [RankEvents(rank=rank, row=row, clock=clocks[rank], events=own) for (rank, row), own in rows]
 
     def heard(self, part: Recorded) -> None:
         """Add a part. Parts of an abandoned recording are ignored."""
         recording = self._current
         if recording is None or recording.asked.id != part.id:
             return
-        recording.events[part.rank].extend(part.events)
+        recording.events.setdefault((part.rank, part.row), []).extend(part.events)
         if part.last:
             recording.clocks[part.rank] = part.clock
             recording.answers.heard(part.rank)
@@ -85,7 +85,7 @@ class Recordings:
 class _Recording:
     def __init__(self, asked: Record, ranks: range) -> None:
         self.asked, self.answers = asked, _Answers(ranks)
-        self.events: dict[int, list[Event]] = {rank: [] for rank in ranks}
+        self.events: dict[tuple[int, int], list[Event]] = {}  # by rank and row
         self.clocks: dict[int, str] = {}
 
 

@@ -6,7 +6,7 @@ The heartbeat's thread says what the rank is doing and for how long, and records
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import zmq
@@ -109,7 +109,7 @@ class Reporter:
                 message = decoder.decode(inbox.recv())
                 if isinstance(message, Hush):
                     return
-                recorder.start(message, self.ledger, time.monotonic())
+                recorder.start(message, (self.ledger, *self.other_ledgers), time.monotonic())
 
     def _heartbeat(self) -> Heartbeat:
         _, step, since = self._activity
@@ -131,28 +131,28 @@ class Recorder:
     def __init__(self, rank: int, send: Callable[[Recorded], None]) -> None:
         self._rank, self._send = rank, send
         self._request: Record | None = None
-        self._ledger = Ledger()
+        self._ledgers: Sequence[Ledger] = ()
         self.end_s: float | None = None  # when the current recording ends, on the caller's clock
 
-    def start(self, request: Record, ledger: Ledger, now_s: float) -> None:
-        """Begin this recording; discards the current one."""
-        self._ledger.recording.stop()
-        self._request, self._ledger, self.end_s = request, ledger, now_s + request.seconds
-        ledger.recording.start()
+    def start(self, request: Record, ledgers: Sequence[Ledger], now_s: float) -> None:
+        """Begin this recording, with a row for each ledger; discards the current one."""
+        for ledger in self._ledgers:
+            ledger.recording.stop()
+        self._request, self._ledgers, self.end_s = request, ledgers, now_s + request.seconds
+        for ledger in ledgers:
+            ledger.recording.start()
 
     def pump(self, now_s: float) -> None:
         """Send what has been recorded; at the end of the time, the last part."""
         if self._request is None or self.end_s is None:
             return
-        if now_s < self.end_s:
-            while events := self._ledger.recording.take(_EVENTS_PER_PART):
-                self._send_part(self._request, events)
-            return
-        rest = self._ledger.recording.stop()
-        for start in range(0, len(rest), _EVENTS_PER_PART):
-            self._send_part(self._request, rest[start : start + _EVENTS_PER_PART])
-        self._send_part(self._request, [], last=True)
-        self._request = self.end_s = None
+        for row, ledger in enumerate(self._ledgers):
+            events = ledger.recording.stop() if now_s >= self.end_s else ledger.recording.take(1 << 16)
+            for start in range(0, len(events), _EVENTS_PER_PART):
+                self._send_part(self._request, row, events[start : start + _EVENTS_PER_PART])
+        if now_s >= self.end_s:
+            self._send_part(self._request, 0, [], last=True)
+            self._request = self.end_s = None
 
-    def _send_part(self, request: Record, events: list[Event], last: bool = False) -> None:
-        self._send(Recorded(rank=self._rank, id=request.id, events=events, clock=clock_name(), last=last))
+    def _send_part(self, request: Record, row: int, events: list[Event], last: bool = False) -> None:
+        self._send(Recorded(rank=self._rank, id=request.id, row=row, events=events, clock=clock_name(), last=last))

@@ -68,6 +68,18 @@ def test_clocks_of_two_hosts_are_told_apart_and_not_compared() -> None:
     assert "do not compare" in trace["otherData"]["clocks"]
 
 
+def test_messages_of_other_connections_are_a_row_below_the_collectives() -> None:
+    parts = [
+        RankEvents(rank=0, clock="a", events=[event(1, 50.0), event(2, 50.001)]),
+        RankEvents(rank=0, row=1, clock="a", events=[event(7, 50.0005), event(9, 50.0008)]),
+    ]
+    trace = chrome_trace(parts)
+    assert [bar["tid"] for bar in bars(trace, 0)] == [0, 0, 1, 1]
+    rows = [entry["args"]["name"] for entry in trace["traceEvents"] if entry["name"] == "thread_name"]
+    assert rows == ["collectives", "messages 1"]
+    assert trace["otherData"]["lost"] == {"rank 0, messages 1": 1}
+
+
 def test_what_had_not_ended_and_what_was_lost_is_said() -> None:
     parts = [
         RankEvents(rank=0, clock="a", events=[event(3, 1.0), event(6, 2.0), event(7, 3.0, finished=False)]),
@@ -75,8 +87,8 @@ def test_what_had_not_ended_and_what_was_lost_is_said() -> None:
     ]
     trace = chrome_trace(parts)
     assert ["unfinished" in bar["args"] for bar in bars(trace, 0)] == [False, False, True]  # type: ignore[operator]
-    assert trace["otherData"]["lost"] == {"rank 0": 2}
-    assert trace["otherData"]["events"] == {"rank 0": 3, "rank 1": 0}
+    assert trace["otherData"]["lost"] == {"rank 0, collectives": 2}
+    assert trace["otherData"]["events"] == {"rank 0, collectives": 3, "rank 1, collectives": 0}
 
 
 def test_the_clocks_name_is_the_same_for_all_processes_of_a_host() -> None:

@@ -96,6 +96,8 @@ def test_options_behind_the_policy_are_in_every_fingerprint() -> None:
     assert info.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16-bfloat16-sums"
     packed = replace(info, weights="Q4_1+Q8_0")
     assert packed.fingerprint("two-shot") == "tightwire-tp2-two-shot+decode=ring-bfloat16-bfloat16-sums-Q4_1+Q8_0"
+    uneven = replace(info, tp_split=(1.0, 2.5))
+    assert uneven.fingerprint("ring") == "tightwire-tp2-split1:2.5-ring+decode=ring-bfloat16-bfloat16-sums"
     coded = planned(packed, kv_dtype="int8")
     assert coded.fingerprint() == "tightwire-tp2-flash-int8+decode=ring-bfloat16-int8-cache-bfloat16-sums-Q4_1+Q8_0"
     rounded = planned(replace(packed, kernels="v3"), activations="int8")

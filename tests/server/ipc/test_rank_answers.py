@@ -29,9 +29,9 @@ def recordings(asked: Asked) -> Recordings:
     return Recordings(range(2), asked.append, patience_s=0.2)
 
 
-def part(rank: int, id: int, *numbers: int, last: bool = False) -> Recorded:
+def part(rank: int, id: int, *numbers: int, row: int = 0, last: bool = False) -> Recorded:
     events = [Event("all_reduce", "ring", "decode", "", number, 8, 8, 8, 1.0, 0.1) for number in numbers]
-    return Recorded(rank=rank, id=id, events=events, clock=f"host {rank}", last=last)
+    return Recorded(rank=rank, id=id, row=row, events=events, clock=f"host {rank}", last=last)
 
 
 async def begin(recordings: Recordings, seconds: float = 0.1) -> asyncio.Task[list]:  # type: ignore[type-arg]
@@ -48,6 +48,15 @@ async def test_parts_of_all_ranks_in_order(recordings: Recordings, asked: Asked)
     first, second = await task
     assert [event.number for event in first.events] == [event.number for event in second.events] == [1, 2]
     assert (first.rank, first.clock, second.clock) == (0, "host 0", "host 1")
+
+
+async def test_each_ledger_of_a_rank_has_its_row(asked: Asked) -> None:
+    recordings = Recordings(range(1), asked.append, patience_s=0.2)
+    task = await begin(recordings)
+    for message in (part(0, 0, 7, 8, row=1), part(0, 0, 1), part(0, 0, 9, row=1), part(0, 0, last=True)):
+        recordings.heard(message)
+    rows = [(own.row, [event.number for event in own.events]) for own in await task]
+    assert rows == [(0, [1]), (1, [7, 8, 9])]
 
 
 async def test_ranks_of_another_host_than_the_first_have_their_own_numbers(asked: Asked) -> None:

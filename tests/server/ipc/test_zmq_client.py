@@ -155,7 +155,7 @@ async def test_a_recording_is_asked_of_the_reporters(client: ZmqEngineClient, ra
     asked = await rank.asked()
     assert isinstance(asked, Record) and asked.seconds == 0.5
     event = Event("all_reduce", "ring", "decode", "", 7, 8, 8, 8, 1.0, 0.1)
-    rank.send(Recorded(rank=0, id=asked.id, events=[event], clock="host", last=True))
+    rank.send(Recorded(rank=0, id=asked.id, row=0, events=[event], clock="host", last=True))
     assert await recording == [RankEvents(rank=0, clock="host", events=[event])]
 
 

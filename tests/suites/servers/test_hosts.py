@@ -92,6 +92,18 @@ def texts(url: str, at_once: int, algorithms: Sequence[str] = _ALGORITHMS) -> di
     return asyncio.run(run())
 
 
+def traced_sites(url: str) -> set[str]:
+    """The sites in a trace during which a prompt is answered."""
+
+    async def run() -> set[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
+            prompt = ask(client, _PROMPTS[0], "auto")
+            trace, _ = await asyncio.gather(client.get("/comm/trace?seconds=1"), prompt)
+        return {event["args"]["site"] for event in trace.json()["traceEvents"] if event["ph"] == "X"}
+
+    return asyncio.run(run())
+
+
 @pytest.mark.alone
 def test_two_hosts_answer_as_one_for_each_algorithm_and_a_lost_host_ends_the_other(
     network: EmulatedNetwork, model: Path, tmp_path: Path
@@ -153,6 +165,7 @@ def test_prompts_pass_two_hosts_in_stages_and_a_stopped_host_ends_both(
         passed = [row for row in rows if row["op"] == "deliver"]
         assert {row["algorithm"] for row in passed} == {"hidden-state", "kv-heads"}
         assert all(row["seconds"] > 0 for row in passed)
+        assert nodes[0].visit(lambda: traced_sites(url)) > {"stage boundary"}, "messages between stages, and sums"
         assert "int8 KV cache for " in first.log
         second.process.send_signal(signal.SIGSTOP)
         assert first.wait_exit(30) == 1
