@@ -1,7 +1,8 @@
-"""A thread that runs communication in order while the caller computes; on CUDA it has its own stream.
+"""Runs communication in order while the caller computes: in a thread, or on CUDA in a stream of its own.
 
 All ranks give a lane the same collectives in the same order, and nothing else uses its group while work is
-unfinished. A failure ends the lane.
+unfinished. A failure ends the lane. On CUDA the caller queues the work itself: the calls of several lanes have one order
+then, the same on all ranks, without which NCCL's communicators of one device may wait for each other for ever.
 """
 
 import queue
@@ -9,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
 from time import perf_counter
 
 import torch
@@ -44,7 +44,7 @@ class Pending:
 
 
 class Lane:
-    """Runs work in a single thread, which starts with the first work and has the core affinity of its creator."""
+    """Runs work in a single thread, which starts with the first work and has the core affinity of its creator; on CUDA without one."""
 
     def __init__(
         self,
@@ -65,17 +65,18 @@ class Lane:
 
     def start(self, work: Work) -> Pending:
         """Run ``work`` after all earlier work; on CUDA also after everything the caller has queued on its stream."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=f"tightwire-{self._name}", daemon=True)
-            self._thread.start()
-        queued = None
-        if self._stream is not None:
-            queued = torch.cuda.Event()
-            queued.record()
         pending, inference = Pending(self._ledger), torch.is_inference_mode_enabled()
         with self._changed:
             self._num_given += 1
-        self._work.put(lambda: self._do(work, queued, pending, inference=inference))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                self._do(work, pending, inference=inference)
+            return pending
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"tightwire-{self._name}", daemon=True)
+            self._thread.start()
+        self._work.put(lambda: self._do(work, pending, inference=inference))
         return pending
 
     def finish(self, timeout_s: float) -> None:
@@ -100,18 +101,16 @@ class Lane:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with torch.no_grad():
             while (given := self._work.get()) is not None:
                 given()
                 del given  # and with it the tensors of the work
 
-    def _do(self, work: Work, queued: torch.cuda.Event | None, pending: Pending, *, inference: bool) -> None:
+    def _do(self, work: Work, pending: Pending, *, inference: bool) -> None:
         if self._failure is not None:  # the group is unusable: this work would wait for its deadline
             pending.done.set_exception(self._failure)
             return
         try:
-            if self._stream is not None and queued is not None:
-                self._stream.wait_event(queued)
             comm_s, coding_s = self._ledger.busy()
             with torch.inference_mode(inference):
                 result = work()

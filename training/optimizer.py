@@ -20,7 +20,11 @@ def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, 
     for option in config.options:
         if option not in known:
             raise ValueError(f"optimizer.options: {config.torch_name} has no option {option!r}{suggest(option, known)}")
-    options = {name: tuple(value) if isinstance(value, list) else value for name, value in config.options.items()}
+    # Torch's own choice on CUDA holds temporaries of all shards at once.
+    chosen = {} if config.options.keys() & {"foreach", "fused"} else {"foreach": False}
+    options = chosen | {
+        name: tuple(value) if isinstance(value, list) else value for name, value in config.options.items()
+    }
     groups = [{**group, "weight_decay": config.weight_decay * (group["name"] == "matrices")} for group in param_groups]
     tried = torch.nn.Parameter(torch.zeros(1, device=param_groups[0]["params"][0].device))
     tried.grad = torch.zeros_like(tried)

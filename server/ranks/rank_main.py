@@ -223,8 +223,8 @@ class _Joining:
 
     def replica(self, world: Group | None) -> Group:
         """The ranks of this rank's replica, which sum together; in a pipeline those of its stage."""
-        identity, parallel = self.identity, self.work.config.parallel
-        if self.work.plan.is_pipeline:
+        identity, plan, parallel = self.identity, self.work.plan, self.work.config.parallel
+        if plan.is_pipeline:
             return self.of_stage()
         replica, place = divmod(identity.rank, parallel.tp)
         topology = Topology(place, parallel.tp, num_nodes=parallel.sum_nodes)
@@ -234,14 +234,14 @@ class _Joining:
             self.work.config.timeouts.comm_timeout_s,
             range(identity.rank - place, identity.rank - place + parallel.tp),
             segment_fd=self._memory(identity.segment_fd if world is None else identity.replica_segment_fd),
-            peer_blocks=self.work.plan.peer_blocks if parallel.tp > 1 else 0,
+            peer_blocks=plan.peer_blocks if parallel.tp > 1 else 0,
             ledger=None if world is None else world.ledger,
         )
         if world is not None:
             _refuse_unlike_transports(group, world)
-        # Ranks of one node share its memory even when a link connects the nodes.
-        joined_by_wire = self.work.plan.link is not None or self.work.config.hosts.several
-        inside = identity.node_segment_fd if joined_by_wire else self._memory(identity.node_segment_fd)
+        # CPU ranks of one node share its memory even when a link connects the nodes.
+        by_memory = plan.device == "cpu" and (plan.link is not None or self.work.config.hosts.several)
+        inside = identity.node_segment_fd if by_memory else self._memory(identity.node_segment_fd)
         group = nodes.join_nodes(
             group, topology, store=self.store, interface=identity.interface, segment_fd=inside, sockets=self._sockets
         )

@@ -19,7 +19,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -104,6 +104,11 @@ class PoolBuffer:
         self.was_released = torch.cuda.Event() if cuda else None
 
 
+def close_pools(pools: "Iterable[BufferPool]", reason: BaseException) -> None:
+    for pool in pools:
+        pool.close(reason)
+
+
 def _record(event: torch.cuda.Event | None) -> None:
     if event is not None:
         event.record(torch.cuda.current_stream())
@@ -140,6 +145,7 @@ class BufferPool:
         self._changed = threading.Condition()
         self.num_moves = 0  # rises while a piece receives bytes
         self._closed: BaseException | None = None
+        self._waiting = deque[tuple[int, int, Callable[[], object]]]()  # of ``fill_later``
 
     def fill(self, owner: int, number: int | None = None, timeout_s: float = math.inf) -> PoolBuffer:
         """Reserve buffer ``number`` (default: the one after the buffer filled last) for ``owner`` once it is free.
@@ -165,6 +171,17 @@ class BufferPool:
             self._note("fill", owner, buffer.number)
         _wait_for(buffer.was_released)
         return buffer
+
+    def fill_later(self, owner: int, number: int, begin: Callable[[], object]) -> None:
+        """Reserve buffer ``number`` for ``owner`` once it is free, and call ``begin``: now or in a ``release``, in the order of these calls."""
+        self._waiting.append((owner, number, begin))
+        self._fill_waiting()
+
+    def _fill_waiting(self) -> None:
+        while self._waiting and self.buffers[self._waiting[0][1]].state == "free":
+            owner, number, begin = self._waiting.popleft()
+            self.fill(owner, number)
+            begin()
 
     def moved(self) -> None:
         """Extend the deadline of a waiting ``use``, because more bytes have arrived."""
@@ -202,6 +219,7 @@ class BufferPool:
         with self._changed:
             _record(self._buffer_of(owner, "used").was_released)
             self._advance("release", owner, "used", "released" if self._saves else "free")
+        self._fill_waiting()
 
     def save(self, owner: int) -> PoolBuffer:
         """Return the buffer with ``owner``, to be saved, once its use has ended. No deadline, as for ``fill``."""
@@ -234,6 +252,8 @@ class BufferPool:
             except BaseException as error:  # noqa: BLE001 - raised in the pass that waits for a piece
                 self.close(error)
 
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())  # the buffers' memory may still be in use there
         return threading.Thread(target=run, name=name, daemon=True)
 
     def check_open(self) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -44,6 +44,37 @@ def test_every_piece_arrives_whole_whatever_the_delays(num_buffers: int) -> None
     OrderCheck().check(pool.events)
     assert {buffer.state for buffer in pool.buffers} == {"free"}
     assert [event.buffer for event in pool.events if event.kind == "fill"] == [i % num_buffers for i in range(40)]
+
+
+def test_pieces_that_wait_for_their_buffers_are_filled_in_order_as_these_become_free() -> None:
+    """The caller does so itself, in ``release``: no thread decides when."""
+    pool, begun = pool_of(), list[int]()
+    for piece in range(4):
+        pool.fill_later(piece, piece % 2, lambda piece=piece: begun.append(piece))
+    assert begun == [0, 1]
+    for piece in (1, 0):  # the buffer of 3 is free first, and 3 comes after 2
+        pool.filled(piece)
+        pool.use(piece, timeout_s=10)
+        pool.release(piece)
+        assert begun == ([0, 1] if piece else [0, 1, 2, 3])
+
+
+def test_the_stream_that_fills_begins_behind_what_is_queued_where_the_buffers_were_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their memory may be that of a tensor whose last use is still queued."""
+    order: list[str] = []
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            order.append(f"waits for {other}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    thread = pool_of().thread("fill", lambda: order.append("fills"), Stream())  # pyright: ignore[reportArgumentType]
+    thread.start()
+    thread.join()
+    assert order == ["waits for the caller's", "fills"]
 
 
 def test_a_piece_that_does_not_come_ends_in_an_error_and_one_that_moves_is_waited_for() -> None:

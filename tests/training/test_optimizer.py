@@ -24,6 +24,12 @@ def test_options_are_passed_to_the_optimizer_class() -> None:
     assert _make(name="sgd", options={"momentum": 0.5}).defaults["momentum"] == 0.5
 
 
+def test_shards_are_updated_one_by_one_unless_asked_otherwise() -> None:
+    """Torch's default on CUDA holds temporaries of all at once."""
+    chosen = [_make(options=options).defaults for options in ({}, {"foreach": True}, {"fused": True})]
+    assert [(each["foreach"], each["fused"]) for each in chosen] == [(False, None), (True, None), (None, True)]
+
+
 def test_unknown_optimizer_options_are_refused() -> None:
     with pytest.raises(ValueError, match=r"AdamW has no option 'beta'; did you mean 'betas'\?"):
         _make(options={"beta": 1})

@@ -119,7 +119,7 @@ def keys_in(folder: Path) -> dict[str, int]:
 
 
 def _writer(folder: Path, rank: int) -> FileSystemWriter:
-    writer = FileSystemWriter(folder)
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # all is in host memory: no CUDA stream to wait for
     writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
     return writer
 

@@ -93,9 +93,11 @@ def wanted_state(state: RunState, scalars: Mapping[str, Any], keys: Mapping[str,
     """
     flat_names = {key.split("/")[1] for key in keys if key.startswith(f"{_OPTIMIZER}/")}
     for shard in state.shards:
-        if shard.name in scalars["optimizer"]:
-            # Torch's optimizers keep scalar state, such as step counts, as tensors.
-            own: dict[str, Any] = {key: torch.tensor(kept) for key, kept in scalars["optimizer"][shard.name].items()}
+        if (kept := scalars["optimizer"].get(shard.name)) is not None:
+            # Torch's optimizers keep scalar state, such as step counts, as tensors, with these options beside the weights.
+            beside = any(map(state.optimizer.defaults.get, ("fused", "capturable")))
+            place = shard.flat_N.device if beside else torch.device("cpu")
+            own: dict[str, Any] = {key: torch.tensor(value, device=place) for key, value in kept.items()}
             own |= {name: torch.zeros_like(shard.flat_N) for name in flat_names}
             state.optimizer.state[shard.flat_N] = own
     return [*_parameter_chunks(state.shards), *_optimizer_chunks(state.optimizer, state.shards)]

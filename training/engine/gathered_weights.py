@@ -8,11 +8,12 @@ version. If one rank holds whole flat parameters in the dtype that it computes i
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tightwire.buffers import BufferPool
+from tightwire.buffers import BufferPool, close_pools
 from tightwire.comm.collectives.gather_shards import gather_across, gather_inside, gather_over_nodes, gather_shards
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
@@ -174,7 +175,7 @@ class Weights:
         sizes = room_bytes(shards), blocks_bytes(shards)
         self._room, self._blocks = (torch.empty(size, dtype=torch.uint8, device=lane_group.device) for size in sizes)
         self._held: set[int] = set()  # buckets requested and not released
-        self._lane = Lane("gather", lane_group.device, self._close_pools)
+        self._lane = Lane("gather", lane_group.device, partial(close_pools, self._pools))
 
     def request(self, bucket: Bucket) -> None:
         """Have the lane gather ``bucket``, unless it is gathered or requested already."""
@@ -182,7 +183,9 @@ class Weights:
         if place.pool is None or bucket.number in self._held:
             return
         self._held.add(bucket.number)
-        self._lane.start(lambda: self._gather_bucket(bucket, place))
+        gather = partial(self._gather_bucket, bucket, place)
+        # Once the buffer is free: then all ranks give their lanes the same work between the same steps of computing.
+        place.pool.fill_later(bucket.number, place.number, lambda: self._lane.start(gather))
 
     def use(self, bucket: Bucket) -> None:
         """Wait until ``bucket`` is gathered; it stays so until ``done``."""
@@ -224,7 +227,7 @@ class Weights:
                 self._drop(bucket)
 
     def close(self, reason: BaseException) -> None:
-        self._close_pools(reason)
+        close_pools(self._pools, reason)
         self._lane.close()
 
     def _drop(self, bucket: Bucket) -> None:
@@ -236,7 +239,6 @@ class Weights:
 
     def _gather_bucket(self, bucket: Bucket, place: BucketBuffer) -> None:
         assert place.pool is not None
-        place.pool.fill(bucket.number, place.number)
         self._trace("gather", True, bucket.name, place.name)
         for flat_param in bucket.flat_params:
             shard = self._shards[flat_param.name]
@@ -260,7 +262,3 @@ class Weights:
             gather_shard(shard, self._lane_group, group, gathered, self._room)
         if blocks is not None:
             _unpack(shard.flat_param, blocks, gathered, out_N)
-
-    def _close_pools(self, reason: BaseException) -> None:
-        for pool in self._pools:
-            pool.close(reason)

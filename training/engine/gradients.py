@@ -5,7 +5,6 @@ sums. With ``reshard_ends`` embedding and head share another one in the same way
 accumulates micro-batches, and is reduced at the end of the step. Sums over ranks are float32. The compressor runs once per bucket and step. ``finish`` divides by the number of ranks.
 """
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tightwire.buffers import BufferPool
+from tightwire.buffers import BufferPool, close_pools
 from tightwire.comm.codec.codec import NONE, Codec, parse_codec
 from tightwire.comm.collectives.qgz import hierarchical_reduce_scatter
 from tightwire.comm.collectives.reduce_scatter import reduce_scatter
@@ -139,14 +138,14 @@ class Gradients:
         self._bucket_buffers = make_buffers(plan, options, first.device)
         self._pools = list({id(place.pool): place.pool for place in self._bucket_buffers.values()}.values())
         self._layouts: dict[str, list[tuple[int, int]]] = {}  # by shared buffer: parameters' (start, length)
-        self._lanes = [Lane("reduce", first.device, self._close_pools) for _ in lane_groups]
+        self._lanes = [Lane("reduce", first.device, partial(close_pools, self._pools)) for _ in lane_groups]
 
     def grads(self) -> dict[str, Tensor]:
         """(N / ranks,) float32, by flat parameter: this rank's shards of the gradients; valid from ``finish`` to the next step."""
         return {place.flat_param.name: place.grad_S for place in self._bucket_buffers.values()}
 
-    def begin(self, bucket: Bucket, last: bool) -> None:
-        """Wait until backward may write ``bucket``'s gradients to its buffer. ``last``: the step's last micro-batch."""
+    def begin(self, bucket: Bucket) -> None:
+        """Wait until backward may write ``bucket``'s gradients to its buffer."""
         place = self._bucket_buffers[bucket.number]
         if place.is_open:
             return
@@ -168,8 +167,6 @@ class Gradients:
             if self._layouts.get(place.name) != layout:
                 place.buffer_N.zero_()  # padding between parameters holds values of another bucket
                 self._layouts[place.name] = layout
-            place.is_last = last
-            self._lane(bucket).start(lambda: self._reduce(bucket, place, last))
 
     def view(self, bucket: Bucket, param: ParamSpan, dtype: torch.dtype) -> Tensor | None:
         """Where a layer writes a parameter's gradient itself; None: ``add`` adds it to another one or converts it."""
@@ -201,7 +198,7 @@ class Gradients:
             place.written.add(param)
 
     def end(self, bucket: Bucket, last: bool) -> None:
-        """Backward has written all of ``bucket``'s gradients of this micro-batch."""
+        """Backward has written all of ``bucket``'s gradients of this micro-batch. ``last``: the step's last one."""
         place = self._bucket_buffers[bucket.number]
         place.is_open = False
         if not place.alternates and not last:
@@ -211,9 +208,8 @@ class Gradients:
                 param.of(place.buffer_N).zero_()
         self._trace("write", False, bucket.name, place.name)
         place.pool.filled(bucket.number)
-        if not place.alternates:
-            place.is_last = True
-            self._lane(bucket).start(lambda: self._reduce(bucket, place, last=True))
+        place.is_last = last
+        self._lane(bucket).start(lambda: self._reduce(bucket, place, last))
 
     def end_step(self) -> None:
         """Called after the last micro-batch: reduce, in plan order, the buckets that backward has not completed."""
@@ -226,7 +222,7 @@ class Gradients:
                 self._lane(bucket).start(lambda bucket=bucket, place=place: self._complete(bucket, place))
             else:
                 if not place.written:
-                    self.begin(bucket, last=True)
+                    self.begin(bucket)
                 self.end(bucket, last=True)
 
     def finish(self) -> None:
@@ -247,7 +243,7 @@ class Gradients:
             self._compressor.step_done()
 
     def close(self, reason: BaseException) -> None:
-        self._close_pools(reason)
+        close_pools(self._pools, reason)
         for lane in self._lanes:
             lane.close()
 
@@ -255,7 +251,7 @@ class Gradients:
         return self._lanes[bucket.number % len(self._lanes)]
 
     def _reduce(self, bucket: Bucket, place: BucketBuffer, last: bool) -> None:
-        place.pool.use(bucket.number, math.inf)  # the thread that waits for the lane has a deadline
+        place.pool.use(bucket.number, 0.0)  # it is filled
         self._trace("reduce", True, bucket.name, place.name)
         if not place.in_place:
             self._add_sum(bucket, place)
@@ -293,7 +289,3 @@ class Gradients:
         compressor.begin_step(self.grads())
         for name, sum_S in self.grads().items():
             sum_S.copy_(compressor(name, sum_S))
-
-    def _close_pools(self, reason: BaseException) -> None:
-        for pool in self._pools:
-            pool.close(reason)

@@ -116,7 +116,7 @@ class MicroBatch:
         self._request(block for block in before if block in self._awaiting)
         self._weights.use(bucket)
         if bucket.trainable is not None:
-            self._gradients.begin(bucket, self._last)
+            self._gradients.begin(bucket)
 
     def backward_ends(self, bucket: Bucket) -> None:
         """Called when all gradients of the block are in its buffer, before backward continues to the inputs."""
@@ -148,12 +148,12 @@ class MicroBatch:
                 self._weights.request(in_order[block])
 
     def _begun_view(self, bucket: Bucket, param: ParamSpan, dtype: torch.dtype) -> Tensor | None:
-        self._gradients.begin(bucket, self._last)
+        self._gradients.begin(bucket)
         return self._gradients.view(bucket, param, dtype)
 
     def _take(self, bucket: Bucket, param: ParamSpan, grad: Tensor | None) -> None:
         """Take a gradient of a bucket without gates. The bucket is complete when all used parameters have theirs."""
-        self._gradients.begin(bucket, self._last)
+        self._gradients.begin(bucket)
         self._gradients.add(bucket, param, grad)
         missing = self._missing_gradients[bucket.number]
         missing.discard(param)
@@ -227,14 +227,15 @@ class Hooks:
                 micro_batch.block_anchor = anchor
             weights = [micro_batch.parameter(use, micro_batch.block_anchor) for _, use in users]
 
-            def compute() -> Any:
+            def compute(_: Tensor) -> Any:
                 with _given(users, weights):
                     return forward(*args, **kwargs)
 
             if awaits_backward and block < micro_batch.options.checkpoint_blocks:
-                outputs = checkpoint(compute, use_reentrant=False)
+                # It keeps the state of the random numbers of its tensors' device, so that dropout has the same mask again.
+                outputs = checkpoint(compute, micro_batch.block_anchor, use_reentrant=False)
             else:
-                outputs = compute()
+                outputs = compute(micro_batch.block_anchor)
             if ends:
                 begin = partial(micro_batch.backward_begins, bucket)
                 outputs = gate_tensors(begin, outputs) if awaits_backward else outputs

@@ -37,6 +37,7 @@ _here = threading.local()  # device, stream
 _captured: list[Callable[[], object]] | None = None
 _refuses_waits = False
 _interpreter = threading.RLock()
+_random_states = [torch.Generator().manual_seed(0).get_state() for _ in range(num_devices)]
 
 _aten = torch.ops.aten
 _READS = {_aten._local_scalar_dense, _aten.nonzero, _aten.equal, _aten.masked_select, _aten.is_nonzero, _aten._unique2}
@@ -192,7 +193,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     host_args, host_kwargs = tree_map(_on_host, (args, kwargs))
     if func is _aten.mm.dtype:  # only CUDA has it
         func = _product
-    outputs = func(*host_args, **host_kwargs)
+    with _random_numbers_of(func, index):
+        outputs = func(*host_args, **host_kwargs)
     if packet is _aten._to_copy and outputs.data_ptr() == host_args[0].data_ptr():
         outputs = outputs.clone()
     outers = {id(tensor.host): tensor for tensor in own}
@@ -209,6 +211,26 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
     also_replayed(functools.partial(_replay, func, host_args, host_kwargs, outputs))
     return tree_map(wrapped, outputs)
+
+
+@contextlib.contextmanager
+def _random_numbers_of(func: Any, index: int) -> Iterator[None]:
+    """Draw those of an operation without a generator from the device's own."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        yield
+        return
+    before = torch.get_rng_state()
+    torch.set_rng_state(_random_states[index])
+    try:
+        yield
+    finally:
+        _random_states[index] = torch.get_rng_state()
+        torch.set_rng_state(before)
+
+
+def _seed(seed: int) -> None:
+    for index in range(num_devices):
+        _random_states[index] = torch.Generator().manual_seed(seed).get_state()
 
 
 def also_replayed(run: Callable[[], object]) -> None:
@@ -380,6 +402,7 @@ def install() -> None:
         "_lazy_init": _idle(),
         "init": _idle(),
         "is_available": lambda: True,
+        "_initialized": True,
         "is_initialized": lambda: True,
         "device_count": lambda: num_devices,
         "current_device": _index,
@@ -405,8 +428,10 @@ def install() -> None:
         "max_memory_reserved": lambda device=None: 0,
         "reset_peak_memory_stats": _idle(),
         "empty_cache": _idle(),
-        "manual_seed": _idle(),
-        "manual_seed_all": _idle(),
+        "manual_seed": _seed,
+        "manual_seed_all": _seed,
+        "get_rng_state": lambda device="cuda": _random_states[_index(device)].clone(),
+        "set_rng_state": lambda state, device="cuda": _random_states.__setitem__(_index(device), state.clone()),
         "cudart": _Runtime,
         "set_sync_debug_mode": _set_sync_debug_mode,
         "check_error": _idle(),

@@ -14,6 +14,8 @@ from tightwire.comm.errors import CommError, PeerLostError
 from tightwire.comm.link.probe import PairFacts
 from tightwire.comm.link.wire import network_facts
 from tightwire.model.stages import StagePlan
+from tightwire.server.config.hosts import HostOptions
+from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.rank_setup import RankIdentity
 from tightwire.server.ranks import rank_main
@@ -98,3 +100,21 @@ def test_keys_and_values_leave_the_wire_to_hidden_states(
     work: Any = SimpleNamespace(plan=plan, config=ServeConfig())
     rank_main._Joining(_identity(1, 0), work, cast(Any, None)).stages(None, name)
     assert opened["sockets"].most_unsent == most_unsent
+
+
+@pytest.mark.parametrize(("device", "segment_fd"), [("cpu", 7), ("cuda", None)])
+def test_ranks_of_a_host_share_memory_only_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, device: str, segment_fd: int | None
+) -> None:
+    """Four ranks on two hosts. Their sums on GPUs are NCCL's, inside a host too."""
+    joined: dict[str, Any] = {}
+    monkeypatch.setattr(rank_main, "open_process_group", lambda *_, **given: None)
+    monkeypatch.setattr(rank_main.nodes, "join_nodes", lambda *_, **given: joined.update(given))
+    monkeypatch.setattr(rank_main.torch.cuda, "set_device", lambda device: None)
+    plan = SimpleNamespace(
+        is_pipeline=False, stages=None, device=device, transport="process-group", peer_blocks=0, link=None, num_nodes=2
+    )
+    config = ServeConfig(parallel=ParallelOptions(tp=4), hosts=HostOptions(nnodes=2))
+    identity = msgspec.structs.replace(_identity(2, 0), world_size=4, node_segment_fd=7)
+    rank_main._Joining(identity, cast(Any, SimpleNamespace(plan=plan, config=config)), cast(Any, None)).replica(None)
+    assert joined["segment_fd"] == segment_fd

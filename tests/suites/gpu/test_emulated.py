@@ -17,7 +17,7 @@ _STEPS = (
     "test_rules or test_decode_waits or models_logits[1] or test_decode_work or either_form[True]" + " or form" * ALL
 )
 _MODELS = "prompts_of_packed or model_drafts or test_packed_model or quantized_on_the_device"
-_RANKS = "has_the_losses or one_rank[dtype0" + " or answer_as_one_rank or own_ones[none]" * ALL
+_RANKS = "has_the_losses or recomputed or one_rank[dtype0" + " or fused or answer_as_one_rank or own_ones[none]" * ALL
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ _RANKS = "has_the_losses or one_rank[dtype0" + " or answer_as_one_rank or own_on
     [
         (("rules", "decode_waits", "decode_work", "decode_graphs"), _STEPS, 31 if ALL else 29),
         (("layer_kernels", "packed_model", "drafts"), _MODELS, 19),
-        (("training", "stages", "partition"), _RANKS, 4 if ALL else 2),
+        (("training", "stages", "partition"), _RANKS, 6 if ALL else 3),
     ],
     ids=("steps", "models", "ranks"),
 )

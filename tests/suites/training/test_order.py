@@ -29,6 +29,7 @@ from tightwire.buffers import BufferConflictError, BufferPool, PoolBuffer
 from tightwire.comm.lane import Lane
 from tightwire.training.config.sharding import SHARDINGS
 from tightwire.training.engine import gathered_weights, gradients
+from tightwire.training.engine.flat_parameters import Bucket
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.ranks.groups import TrainGroups
 
@@ -219,8 +220,18 @@ def test_a_missing_wait_for_a_gather_breaks_c1(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_missing_wait_for_computing_breaks_c2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane gets a bucket although another one is still computed with in its buffer."""
     watched = Watched()
     pool = without_wait_to_fill(watched, "compute", "blocks.0")
+
+    gather = gathered_weights.Weights._gather_bucket
+
+    def fill_and_gather(weights: gathered_weights.Weights, bucket: Bucket, place: Any) -> None:
+        place.pool.fill(bucket.number, place.number)
+        gather(weights, bucket, place)
+
+    monkeypatch.setattr(pool, "fill_later", lambda pool, owner, number, begin: begin())
+    monkeypatch.setattr(gathered_weights.Weights, "_gather_bucket", fill_and_gather)
 
     events = train_with(
         monkeypatch, gathered_weights, pool, watched, compute=lambda: watched.until("gather", "blocks.2")
@@ -241,8 +252,17 @@ def test_a_missing_wait_for_a_reduce_breaks_c3(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_missing_wait_for_writing_breaks_c4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane gets a bucket when its first gradient is written, not its last."""
     watched = Watched()
     pool = without_wait_to_use(watched, "write", "blocks.5")
+    begin = gradients.Gradients.begin
+
+    def begin_and_reduce(sums: gradients.Gradients, bucket: Bucket) -> None:
+        begin(sums, bucket)
+        if bucket.name == "blocks.5":
+            sums._lane(bucket).start(lambda: sums._reduce(bucket, sums._bucket_buffers[bucket.number], last=True))
+
+    monkeypatch.setattr(gradients.Gradients, "begin", begin_and_reduce)
 
     def compute() -> None:
         if watched.has("write", "blocks.5"):  # in backward

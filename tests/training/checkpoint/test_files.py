@@ -51,6 +51,13 @@ def test_another_sharding_reads_the_same_numbers(tmp_path: Path, written: list[i
     assert keys_in(tmp_path / "c") == _TOTALS
 
 
+def test_writing_from_host_memory_waits_for_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own way would wait for what training has queued on the first GPU, from every rank."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda: pytest.fail("asked for a stream"))
+    _write(tmp_path / "c", [50])
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_alone_reads_a_checkpoint(tmp_path: Path) -> None:
     full = _write(tmp_path / "c", [50])
