@@ -48,7 +48,8 @@ class ModelRunner:
         self.note = "" if graphs is None else graphs.note
 
     def close(self) -> None:
-        """Stop the threads that fetch weights, keys and values. May be called twice."""
+        """Stop the threads that fetch weights, keys and values, and free the graphs, which NCCL waits for. May be called twice."""
+        self._graphs = None
         self.weights.close()
         self.cache.close()
         if self.stages is not None:

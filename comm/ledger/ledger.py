@@ -185,14 +185,15 @@ class Ledger:
             totals.seconds += sum(seconds)
             totals.recent_s.extend(seconds)
             self._spent_s += sum(seconds)
-        self._last, self._current = self._last_of(series), series.current
+        self._last, self._current = self._last_ended(), series.current
         self._number = series.first_number + series.num_begun
         self._series = None
         self.recording.add_series(series)
         return bytes_sent
 
-    def _last_of(self, series: Series) -> Begun | None:
-        return series.nth(series.num_done - 1) if series.num_done else self._last
+    def _last_ended(self) -> Begun | None:
+        series = self._series
+        return self._last if series is None or not series.num_done else series.nth(series.num_done - 1)
 
     def add_replayed(self, counts: Iterable[Count]) -> None:
         """Count the collectives of a replayed CUDA graph. Their times are unknown, and they are not recorded."""
@@ -252,9 +253,7 @@ class Ledger:
 
     def last(self) -> str | None:
         """The collective that ended last, or None before the first."""
-        series = self._series
-        begun = self._last if series is None else self._last_of(series)
-        return None if begun is None else _words(begun)
+        return None if (begun := self._last_ended()) is None else _words(begun)
 
 
 def _words(begun: Begun) -> str:

@@ -72,8 +72,7 @@ class Series:
 
     def seconds(self) -> list[float]:
         """The duration of each ended collective."""
-        stamps_ns = self.stamps_ns[: self.num_done]
-        return ((stamps_ns[:, 1] - stamps_ns[:, 0]) * 1e-9).tolist()
+        return (np.diff(self.stamps_ns[: self.num_done])[:, 0] * 1e-9).tolist()
 
     def events(self) -> list[Event]:
         """The ended collectives."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
@@ -13,6 +14,7 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, Work
 from tightwire.comm import errors
 from tightwire.comm.ledger.ledger import Ledger
 from tightwire.comm.protocols import FusedAllReduce, Moved, Transport, nothing_told
+from tightwire.comm.transport.deadline import within
 from tightwire.comm.transport.store_notes import FailureNotes, Note
 
 _TIME_SPENT = re.compile(r", [0-9.]+ s$")  # at the end of a description of a running collective
@@ -198,7 +200,9 @@ class NcclTransport(ProcessGroupTransport):
 
     def close(self) -> None:
         if self._group is not None:
-            self._group.shutdown()
+            # Its shutdown waits for the other ranks, and for graphs that have its calls.
+            with suppress(errors.CommError):
+                within(2.0, self._group.abort, lambda: "still aborts")
         super().close()
 
     def gather(self, buf: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
@@ -235,8 +239,7 @@ class NcclTransport(ProcessGroupTransport):
 
     def barrier(self) -> None:
         """Waits on the host too, unlike the other calls."""
-        tokens = self._all_gather(torch.zeros(1, dtype=torch.uint8, device=self.device))
-        torch.cat(tokens).cpu()
+        torch.cat(self._all_gather(torch.zeros(1, dtype=torch.uint8, device=self.device))).cpu()
         self._check()
 
     def _all_gather(self, buf: Tensor) -> list[Tensor]:

@@ -25,7 +25,7 @@ class ProcessGroupNccl:
         own._timeout, own._threads, own._devices = options._timeout, 1, [gloo.create_device(hostname="127.0.0.1")]
         self._group = gloo(store, rank, world_size, own)
 
-    def shutdown(self) -> None:
+    def abort(self) -> None:
         self._group = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
