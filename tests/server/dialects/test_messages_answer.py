@@ -302,6 +302,10 @@ def test_count_tokens(api: "Anthropic", engine: FakeEngine) -> None:
             {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
             "output_config.format.schema is not supported",
         ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"const": -(2**63)}}}},
+            "output_config.format.schema is not supported: it has the number -9223372036854775808",
+        ),
     ],
     ids=str,
 )

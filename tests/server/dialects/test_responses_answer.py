@@ -266,6 +266,11 @@ def test_logprobs(raw: httpx.Client) -> None:
             "text.format.schema is not supported",
         ),
         (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"const": -(2**63)}}}},
+            "text.format.schema",
+            "text.format.schema is not supported: it has the number -9223372036854775808",
+        ),
+        (
             {
                 "tools": [{"type": "web_search"}, ADD | {"parameters": {"type": "object", "not": {}}}],
                 "tool_choice": "required",

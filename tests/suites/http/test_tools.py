@@ -237,6 +237,14 @@ async def test_a_template_without_tools_gets_our_prompt_with_calls_and_results()
             "tools[0].function.parameters",
             "Unimplemented keys",
         ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": {"a": -(2**63)}}}}],
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+            },
+            "tools[0].function.parameters",
+            "it has the number -9223372036854775808",
+        ),
     ],
     ids=str,
 )
