@@ -150,9 +150,8 @@ class CallReader:
             self._skipped = next(opener for opener in self._openers if rest.startswith(opener))
             self._text = rest.removeprefix(self._skipped)
         elif self._skipped == _MISTRAL and (head := _NAMED.match(rest)) and head[1] in self._names:
-            self._call, self._text, self._skipped = _OpenCall(sent=0), rest[head.end() :], ""
-            self.num_calls += 1
-            yield CallPiece(self.num_calls - 1, head[1], "")
+            self._call, self._text = _OpenCall(sent=0), rest[head.end() :]
+            yield self._begin(head[1])
         elif at_end or not self._may_begin(rest):
             self._in_calls, self._text, self._at_start = False, rest, False
             if self.num_calls == 0:  # not a call; separators after a call are dropped
@@ -169,13 +168,16 @@ class CallReader:
         """The marks that end calls. A fence around what is no call is text."""
         return (_CLOSER, _FENCE_END) if self.num_calls else (_CLOSER,)
 
+    def _begin(self, name: str, arguments: str = "") -> CallPiece:
+        """The first piece of the next call. The marks before it are no text."""
+        self.num_calls, self._skipped = self.num_calls + 1, ""
+        return CallPiece(self.num_calls - 1, name, arguments)
+
     def _continue_call(self, call: "_OpenCall") -> Iterator[Piece]:
         self._text = call.take(self._text)
         if call.sent is None and (head := _HEAD.match(call.raw)) and head[1] in self._names:
             call.sent = head.end()
-            self.num_calls += 1
-            self._skipped = ""
-            yield CallPiece(self.num_calls - 1, head[1], "")
+            yield self._begin(head[1])
         if call.sent is not None:
             # The call's own closing brace does not belong to its arguments.
             end = call.arguments_end(call.sent)
@@ -199,9 +201,7 @@ class CallReader:
             self._skipped = ""
             return
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        self.num_calls += 1
-        self._skipped = ""
-        yield CallPiece(self.num_calls - 1, found["name"], text)
+        yield self._begin(found["name"], text)
 
     def _pythonic(self, stripped: str, at_end: bool) -> Iterator[Piece]:
         """A list of Python calls is read as a whole, because its end decides what it is."""
@@ -213,8 +213,7 @@ class CallReader:
             yield stripped
             return
         for name, arguments in calls:
-            self.num_calls += 1
-            yield CallPiece(self.num_calls - 1, name, json.dumps(arguments, ensure_ascii=False))
+            yield self._begin(name, json.dumps(arguments, ensure_ascii=False))
 
 
 class _OpenCall:

@@ -141,6 +141,13 @@ def test_items_become_messages(api: OpenAI, engine: FakeEngine) -> None:
     assert "Hello, world." in prompt_of(engine)
 
 
+def test_a_call_with_half_a_character_comes_back_as_text(raw: httpx.Client, engine: FakeEngine) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": "\\ud800"}'}
+    items = [{"role": "user", "content": "Hi"}, call, {"type": "function_call_output", "call_id": "c", "output": "1"}]
+    assert raw.post("/v1/responses", json={"input": items}).status_code == 200
+    assert json.dumps(call["arguments"]) in prompt_of(engine)
+
+
 def test_max_output_tokens_makes_an_incomplete_answer(raw: httpx.Client) -> None:
     body: dict[str, Any] = {"input": "Hi", "max_output_tokens": 3}
     answer = raw.post("/v1/responses", json=body).json()
