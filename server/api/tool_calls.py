@@ -75,11 +75,10 @@ class CallReader:
 
     def flush(self) -> list[Piece]:
         """The rest, when no more text comes. A call that was cut off and not begun to be sent is text."""
-        pieces: list[Piece] = [] if self._whole_call is not None else list(self._read(at_end=True))
-        if self._call is not None and self._call.sent is None:
-            pieces.append(self._skipped + self._call.raw)
-        if self._text.strip() or not self.num_calls:
-            pieces.append(self._text)
+        pieces = list(self._read(at_end=True))
+        rest = self._skipped + self._call.raw if self._call is not None and self._call.sent is None else self._text
+        if rest.strip() or not self.num_calls:
+            pieces.append(rest)
         drops_text = self._calls_only and self.num_calls > 0
         return [piece for piece in pieces if piece != "" and not (drops_text and isinstance(piece, str))]
 
@@ -168,10 +167,11 @@ class CallReader:
         """The marks that end calls. A fence around what is no call is text."""
         return (_CLOSER, _FENCE_END) if self.num_calls else (_CLOSER,)
 
-    def _begin(self, name: str, arguments: str = "") -> CallPiece:
-        """The first piece of the next call. The marks before it are no text."""
+    def _begin(self, name: str, arguments: Any = "") -> CallPiece:
+        """The first piece of the next call; the marks before it are no text. Half of a surrogate pair stays escaped."""
         self.num_calls, self._skipped = self.num_calls + 1, ""
-        return CallPiece(self.num_calls - 1, name, arguments)
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return CallPiece(self.num_calls - 1, name, text.encode(errors="backslashreplace").decode())
 
     def _continue_call(self, call: "_OpenCall") -> Iterator[Piece]:
         self._text = call.take(self._text)
@@ -192,16 +192,15 @@ class CallReader:
     def _whole(self, raw: str) -> Iterator[Piece]:
         """A complete object whose keys are in another order, or that is not a call."""
         try:
-            found = json.loads(raw)
-        except ValueError:
-            found = None
-        arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
-        if not isinstance(found, dict) or found.get("name") not in self._names:
+            found: dict[str, Any] = json.loads(raw)
+        except (ValueError, RecursionError):
+            found = {}
+        name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
+        if isinstance(name, str) and name in self._names:
+            yield self._begin(name, arguments)
+        else:
             yield self._skipped + raw
             self._skipped = ""
-            return
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        yield self._begin(found["name"], text)
 
     def _pythonic(self, stripped: str, at_end: bool) -> Iterator[Piece]:
         """A list of Python calls is read as a whole, because its end decides what it is."""
@@ -211,9 +210,8 @@ class CallReader:
         self._text, self._at_start = "", False
         if calls is None or any(name not in self._names for name, _ in calls):
             yield stripped
-            return
-        for name, arguments in calls:
-            yield self._begin(name, json.dumps(arguments, ensure_ascii=False))
+        else:
+            yield from (self._begin(name, arguments) for name, arguments in calls)
 
 
 class _OpenCall:

@@ -12,6 +12,7 @@ from tightwire.server.api.generation import Delta
 from tightwire.server.api.logprobs import ChatLogprob
 from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.serving import ServedModel
+from tightwire.server.api.tool_calls import Piece
 from tightwire.server.api.trace import TightwireExtra
 from tightwire.server.dialects.adapted import AdaptedDialect
 from tightwire.server.dialects.responses_request import ResponsesBody
@@ -266,9 +267,10 @@ class ResponsesDialect(AdaptedDialect):
         yield ResponseEvent(self._count(), "response.failed", self._response)
         yield ErrorEvent(self._count(), detail.code, detail.message, detail.param, detail)
 
-    def take_logprobs(self, delta: Delta) -> None:
+    def pieces(self, delta: Delta) -> list[Piece]:
         if self.body.num_logprobs is not None:
             self._logprobs_to_send += self.logprobs(delta).content
+        return super().pieces(delta)
 
     def _add(self, item: OutputMessage | OutputCall) -> Iterator[Struct]:
         self._response.output.append(item)

@@ -213,6 +213,12 @@ def test_arguments_that_are_not_json_are_kept(raw: httpx.Client, engine: FakeEng
     assert call["input"] == {"INVALID_JSON": '{"a": twelve}'}
 
 
+def test_an_answer_with_half_a_surrogate_pair_is_an_answer(raw: httpx.Client, engine: FakeEngine) -> None:
+    engine.script = says(r'{"arguments": {"a": "\ud83d"}, "name": "add"}')
+    [call] = raw.post("/v1/messages", json=body(tools=[ADD])).json()["content"]
+    assert call["input"] == {"INVALID_JSON": r'{"a": "\ud83d"}'}
+
+
 def test_other_tools_are_ignored_and_named(raw: httpx.Client) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "bash_20250124", "name": "bash"}]
     response = raw.post("/v1/messages?beta=true", json=BODY | {"tools": tools, "thinking": {"type": "adaptive"}})

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from tightwire.model.text.tokenizer import CHAT_TEMPLATE
 from tightwire.server.config.http import HttpOptions
+from tightwire.server.dialects.responses_answer import ResponsesDialect
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -146,6 +147,24 @@ def test_a_call_with_half_a_character_comes_back_as_text(raw: httpx.Client, engi
     items = [{"role": "user", "content": "Hi"}, call, {"type": "function_call_output", "call_id": "c", "output": "1"}]
     assert raw.post("/v1/responses", json={"input": items}).status_code == 200
     assert json.dumps(call["arguments"]) in prompt_of(engine)
+
+
+def test_an_answer_with_half_a_surrogate_pair_is_an_answer(raw: httpx.Client, engine: FakeEngine) -> None:
+    engine.script = says(r'{"arguments": {"a": "\ud83d"}, "name": "add"}')
+    asked = {"input": "Hi", "tools": [ADD]}
+    whole = raw.post("/v1/responses", json=asked).json()
+    last = events_of(raw.post("/v1/responses", json=asked | {"stream": True}))[-1]["response"]
+    for response in (whole, last):
+        assert [call["arguments"] for call in response["output"]] == [r'{"a": "\ud83d"}']
+
+
+def test_an_answer_that_cannot_be_encoded_ends_with_an_error(
+    raw: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ResponsesDialect, "pieces", lambda self, delta: ["\ud83d"])
+    *_, error, done, rest = raw.post("/v1/responses", json={"input": "Hi", "stream": True}).text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert (done, rest) == ("data: [DONE]", "")
 
 
 def test_max_output_tokens_makes_an_incomplete_answer(raw: httpx.Client) -> None:
