@@ -120,11 +120,10 @@ def _parsed(path: str, text: str) -> Schema:
 
 def _refuse_large(path: str, schema: Schema) -> None:
     """ApiError 400: a bound in this schema or in one inside it makes the grammar too large."""
-    divisor, bounds = schema.get("multipleOf"), {key: schema.get(key) for key in ("minItems", "maxItems")}
-    for key, bound in bounds.items():
-        if isinstance(bound, int | float) and bound > _MAX_ITEMS:
+    for key in ("minItems", "maxItems"):
+        if isinstance(bound := schema.get(key), int | float) and bound > _MAX_ITEMS:
             raise invalid(f"{path}.{key} is {bound}; at most {_MAX_ITEMS} is possible", f"{path}.{key}")
-    if isinstance(divisor, int | float):
+    if isinstance(divisor := schema.get("multipleOf"), int | float) and not isinstance(divisor, bool):
         digits = Decimal(repr(divisor)).normalize().as_tuple().digits
         if int("".join(map(str, digits))) > _MAX_DIVISOR:
             message = f"{path}.multipleOf is {divisor}; at most {_MAX_DIVISOR} is possible, times a power of ten"

@@ -141,6 +141,7 @@ IN_SCHEMA = "response_format.json_schema.schema"
         (_schema({"type": "integer", "minimum": 5, "maximum": 2}), IN_SCHEMA, "greater than maximum"),
         (_schema([]), f"{IN_SCHEMA}", "dictionary"),
         (_schema({"properties": {"a": {"multipleOf": 999_983}}}), f"{IN_SCHEMA}.properties.a.multipleOf", "20000"),
+        (_schema({"properties": {"a": {"multipleOf": True}}}), f"{IN_SCHEMA}.properties.a", "not supported"),
         (_schema({"type": "array", "maxItems": 10**6}), f"{IN_SCHEMA}.maxItems", "at most 10000"),
         # llguidance ends the process on numbers near -2^63.
         (
