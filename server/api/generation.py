@@ -169,15 +169,13 @@ async def generate(
         async with aclosing(cast(AsyncGenerator[Output, None], engine.submit(requests))) as outputs:
             async for output in outputs:
                 accepted = True
-                sequence = running.get(output.id)
-                if sequence is None:
+                if (sequence := running.get(output.id)) is None:
                     continue  # a stop string has already ended it
                 if output.progress is not None:
                     yield Delta(sequence.index, progress=output.progress)
                     continue
                 trace.saw(output)
-                delta = sequence.take(output)
-                if delta is None:
+                if (delta := sequence.take(output)) is None:
                     continue
                 if delta.finish_reason is not None:
                     del running[output.id]

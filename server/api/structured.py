@@ -110,12 +110,9 @@ def checked_grammar(path: str, kind: Any, source: Any) -> str:
 
 def _parsed(path: str, text: str) -> Schema:
     try:
-        schema = msgspec.json.decode(text)
+        return msgspec.json.decode(text, type=Schema)
     except msgspec.DecodeError as error:
-        raise invalid(f"{path} is a text that is not valid JSON: {error}", path) from None
-    if not isinstance(schema, dict):
-        raise invalid(f"{path} must be a JSON schema, which is an object", path)
-    return schema
+        raise invalid(f"{path} is a text that is not valid JSON, or not an object: {error}", path) from None
 
 
 def _refuse_large(path: str, schema: Schema) -> None:

@@ -59,7 +59,8 @@ class CallReader:
         self._names, self._whole_call, self._calls_only = names, whole_call, calls_only
         self._openers, self._thinks = openers, thinks
         self.num_calls = int(whole_call is not None)
-        self._text = ""  # not read yet
+        self._text, self._num_chars = "", 0  # not read yet; of the whole answer so far
+        self.text_ends: list[int] = []  # where the last pieces of text end in the answer
         self._at_start, self._in_calls = True, False
         self._skipped = ""  # read since the last call; text after all, if no call follows
         self._call: _OpenCall | None = None
@@ -70,17 +71,24 @@ class CallReader:
             name = self._whole_call if self._at_start else None
             self._at_start = False
             return [CallPiece(0, name, text)] if text or name else []
-        self._text += text
-        return [piece for piece in self._read(at_end=False) if piece != ""]
+        self._text, self._num_chars, self.text_ends = self._text + text, self._num_chars + len(text), []
+        return [piece for piece in self._read(at_end=False) if self._noted(piece)]
 
     def flush(self) -> list[Piece]:
         """The rest, when no more text comes. A call that was cut off and not begun to be sent is text."""
-        pieces = list(self._read(at_end=True))
+        pieces = [piece for piece in self._read(at_end=True) if self._noted(piece)]
         rest = self._skipped + self._call.raw if self._call is not None and self._call.sent is None else self._text
-        if rest.strip() or not self.num_calls:
+        self._text = ""
+        if (rest.strip() or not self.num_calls) and self._noted(rest):
             pieces.append(rest)
         drops_text = self._calls_only and self.num_calls > 0
-        return [piece for piece in pieces if piece != "" and not (drops_text and isinstance(piece, str))]
+        return [piece for piece in pieces if not (drops_text and isinstance(piece, str))]
+
+    def _noted(self, piece: Piece) -> bool:
+        """False if the piece is empty. Otherwise all that was read before it and in it is no longer in ``_text``."""
+        if isinstance(piece, str) and piece:
+            self.text_ends.append(self._num_chars - len(self._text))
+        return piece != ""
 
     def _read(self, *, at_end: bool) -> Iterator[Piece]:
         before = None
@@ -118,14 +126,15 @@ class CallReader:
         found = [(at, opener) for opener in self._openers if (at := self._text.find(opener)) >= 0]
         if found:
             at, self._skipped = min(found)
-            if not self._is_blank_between(self._text[:at]):
-                yield self._text[:at]
-            self._in_calls, self._text = True, self._text[at + len(self._skipped) :]
+            before, self._text = self._text[:at], self._text[at:]
+            if not self._is_blank_between(before):
+                yield before
+            self._in_calls, self._text = True, self._text.removeprefix(self._skipped)
             return
         ready = self._text[: len(self._text) - (0 if at_end else possible_start(self._text, self._openers))]
         if not self._is_blank_between(ready):
-            yield ready
             self._text, self._at_start = self._text[len(ready) :], False
+            yield ready
 
     def _thought(self, at_end: bool) -> Iterator[Piece]:
         """Pass on what the model thinks. The answer starts behind it."""
@@ -145,9 +154,9 @@ class CallReader:
             self._call, self._text, self._skipped = _OpenCall(), rest, skipped
         elif closer := next((mark for mark in self._closers if rest.startswith(mark)), ""):
             self._in_calls, self._text, self._skipped = False, rest.removeprefix(closer), ""
-        elif rest.startswith(self._openers):  # the next call without the end of the last one
-            self._skipped = next(opener for opener in self._openers if rest.startswith(opener))
-            self._text = rest.removeprefix(self._skipped)
+        elif opener := next((mark for mark in self._openers if rest.startswith(mark)), ""):
+            # The next call without the end of the last one.
+            self._skipped, self._text = opener, rest.removeprefix(opener)
         elif self._skipped == _MISTRAL and (head := _NAMED.match(rest)) and head[1] in self._names:
             self._call, self._text = _OpenCall(sent=0), rest[head.end() :]
             yield self._begin(head[1])
@@ -178,12 +187,10 @@ class CallReader:
         if call.sent is None and (head := _HEAD.match(call.raw)) and head[1] in self._names:
             call.sent = head.end()
             yield self._begin(head[1])
-        if call.sent is not None:
-            # The call's own closing brace does not belong to its arguments.
-            end = call.arguments_end(call.sent)
-            if end > call.sent:
-                yield CallPiece(self.num_calls - 1, None, call.raw[call.sent : end])
-                call.sent = end
+        # The call's own closing brace does not belong to its arguments.
+        if call.sent is not None and (end := call.arguments_end) > call.sent:
+            yield CallPiece(self.num_calls - 1, None, call.raw[call.sent : end])
+            call.sent = end
         if call.is_complete:
             self._call = None
             if call.sent is None:
@@ -256,11 +263,10 @@ class _OpenCall:
         self.raw += text[:at]
         return text[at:]
 
-    def arguments_end(self, start: int) -> int:
-        """Where the arguments that begin before ``start`` end, as far as they are known."""
-        if self._inner_end is not None and not self._is_arguments:
-            return max(start, self._inner_end)
-        return len(self.raw)
+    @property
+    def arguments_end(self) -> int:
+        """Where the arguments end, as far as they are known."""
+        return len(self.raw) if self._inner_end is None or self._is_arguments else self._inner_end
 
 
 def openers_of(tokenizer: Tokenizer) -> tuple[str, ...]:

@@ -263,6 +263,32 @@ def test_logprobs(raw: httpx.Client) -> None:
     assert [entry for event in deltas for entry in event["logprobs"]] == item["content"][0]["logprobs"]
 
 
+@pytest.mark.parametrize("held", ["", "<tool"], ids=("", "held"))
+@pytest.mark.parametrize(
+    ("call", "before", "between"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": "done"}}</tool_call>', "Well <tool. ", " "),
+        ('<tool_call>{"arguments": {"a": " done"}, "name": "add"}</tool_call>', "", "\ndone"),
+        ('```json\n{"arguments": {"a": " done"}, "name": "add"}\n```', "", "\n "),
+    ],
+    ids=("in order", "as a whole", "fence"),
+)
+def test_logprobs_of_text_beside_calls_are_those_of_its_tokens(
+    raw: httpx.Client, engine: FakeEngine, call: str, before: str, between: str, held: str
+) -> None:
+    engine.script = says(before + call + between + held + " done")
+    asked = {"input": "Hi", "tools": [ADD], "include": ["message.output_text.logprobs"]}
+    whole = raw.post("/v1/responses", json=asked).json()
+    events = events_of(raw.post("/v1/responses", json=asked | {"stream": True}))
+    for output in (whole["output"], events[-1]["response"]["output"]):
+        texts = [item["content"][0] for item in output if item["type"] == "message"]
+        assert texts and texts[-1]["text"] == between + held + " done"
+        for text in texts:
+            assert "".join(entry["token"] for entry in text["logprobs"]) == text["text"]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert all("".join(entry["token"] for entry in event["logprobs"]) == event["delta"] for event in deltas)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
