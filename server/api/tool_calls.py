@@ -200,11 +200,12 @@ class CallReader:
         """A complete object whose keys are in another order, or that is not a call."""
         try:
             found: dict[str, Any] = json.loads(raw)
+            json.dumps(found, allow_nan=False)  # a number that is too large, or NaN, is no JSON
         except (ValueError, RecursionError):
             found = {}
-        name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
+        name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
         if isinstance(name, str) and name in self._names:
-            yield self._begin(name, arguments)
+            yield self._begin(name, {} if arguments is None else arguments)
         else:
             yield self._skipped + raw
             self._skipped = ""
@@ -293,7 +294,7 @@ def _parse_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:
                 return None
             arguments = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
             calls.append((ast.unparse(call.func), arguments))
-        json.dumps(calls)
+        json.dumps(calls, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
     return calls
