@@ -213,10 +213,24 @@ def test_arguments_that_are_not_json_are_kept(raw: httpx.Client, engine: FakeEng
     assert call["input"] == {"INVALID_JSON": '{"a": twelve}'}
 
 
+def test_a_call_without_arguments_has_an_empty_input(raw: httpx.Client, engine: FakeEngine) -> None:
+    engine.script = says('<tool_call>{"name": "add", "arguments": null}</tool_call>')
+    [call] = raw.post("/v1/messages", json=body(tools=[ADD])).json()["content"]
+    assert call["input"] == {}
+
+
 def test_an_answer_with_half_a_surrogate_pair_is_an_answer(raw: httpx.Client, engine: FakeEngine) -> None:
     engine.script = says(r'{"arguments": {"a": "\ud83d"}, "name": "add"}')
     [call] = raw.post("/v1/messages", json=body(tools=[ADD])).json()["content"]
     assert call["input"] == {"INVALID_JSON": r'{"a": "\ud83d"}'}
+
+
+def test_a_tool_of_the_type_null_is_a_tool(raw: httpx.Client, engine: FakeEngine) -> None:
+    engine.script = says(WRITTEN)
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        assert raw.post(path, json=body(tools=[ADD | {"type": None}])).status_code == 200
+    bad = raw.post("/v1/messages", json=body(messages=[{"role": "user", "content": [{"type": None}]}])).json()
+    assert "messages[0].content[0] is of the type None; supported: text" in bad["error"]["message"]
 
 
 def test_other_tools_are_ignored_and_named(raw: httpx.Client) -> None:
