@@ -94,11 +94,14 @@ class TokenSequence:
             self._delta.entries = self._prompt_entries(self.prompt.echo, output.prompt_logprobs)
 
     def _prompt_entries(self, echo: str, logprobs: list[TokenScore | None] | None) -> list[TokenEntry]:
-        detokenizer, entries = Detokenizer(self._tokens, skip_special=self._body.skip_special_tokens), []
+        detokenizer, entries, num_special_chars = Detokenizer(self._tokens), [], 0
         for position, token_id in enumerate(self.prompt.token_ids):
-            offset = min(detokenizer.num_chars, len(echo))
+            offset = min(detokenizer.num_chars + num_special_chars, len(echo))
             entries.append(TokenEntry(token_id, offset, logprobs[position] if logprobs else None))
             detokenizer.push(token_id)
+            # A special token has text where the prompt names it, and none where the tokenizer added it.
+            if token_id in self._tokens.special and echo.startswith(name := self._tokens.text_of(token_id), offset):
+                num_special_chars += len(name)
         return entries
 
     def _take_tokens(self, output: Output) -> None:
