@@ -110,18 +110,16 @@ class CallReader:
             return
         if self._at_start and not at_end and (_THINK.startswith(stripped) or _FENCE.startswith(stripped)):
             return
-        if self._at_start and stripped.startswith(_FENCE):
-            self._in_calls, self._text, self._at_start = True, stripped.removeprefix(_FENCE), False
-            self._skipped = _FENCE
-            return
-        if self._at_start and stripped[0] == "[" and not re.match(r"\[\s*\{", stripped):
+        if self._at_start and re.match(r"\[(?!\s*\{)", stripped):
             if _PYTHONIC.match(stripped):
                 yield from self._pythonic(stripped, at_end)
                 return
             if not at_end and _MAYBE_PYTHONIC.fullmatch(stripped):
                 return
-        elif self._at_start and stripped[0] in "{[":
-            self._in_calls, self._text, self._at_start = True, stripped, False
+        elif self._at_start and stripped.startswith(("{", "[", _FENCE)):
+            self._in_calls, self._at_start = True, False
+            self._text = stripped.removeprefix(_FENCE)
+            self._skipped = stripped.removesuffix(self._text)
             return
         found = [(at, opener) for opener in self._openers if (at := self._text.find(opener)) >= 0]
         if found:

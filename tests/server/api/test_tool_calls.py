@@ -124,6 +124,7 @@ def read(text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str
         (f'{{"arguments": {"[" * 5000}{"]" * 5000}}}', f'{{"arguments": {"[" * 5000}{"]" * 5000}}}', []),
         ("<tool_call>add(1)</tool_call>", "<tool_call>add(1)</tool_call>", []),
         ("", "", []),
+        (" \n", " \n", []),
     ],
 )  # fmt: skip
 def test_forms(text: str, content: str, calls: list[tuple[str, object]], size: int) -> None:
