@@ -198,15 +198,13 @@ class Answer:
             first = await cancel_on_disconnect(request.receive, anext(self._deltas))
         except ClientGoneError:
             return Response(status_code=499)  # only access logs see it
-        finally:
-            if not self._body.stream:
-                await self._deltas.aclose()
         return EventStream(self._frames(first), self._deltas.aclose)
 
     async def _whole(self) -> Response:
         choices: dict[int, Delta] = {}
-        async for delta in self._deltas:
-            choices.setdefault(delta.index, Delta(delta.index)).append(delta)
+        async with contextlib.aclosing(self._deltas):
+            async for delta in self._deltas:
+                choices.setdefault(delta.index, Delta(delta.index)).append(delta)
         in_order = [choices[index] for index in sorted(choices)]
         return json_response(self._dialect.whole(in_order, self._usage(), self._extra()))
 

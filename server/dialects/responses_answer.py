@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, json
 
 from tightwire.server.api.chat import new_call_id
 from tightwire.server.api.errors import ApiError, ErrorDetail
@@ -240,6 +241,9 @@ class ResponsesDialect(AdaptedDialect):
         item = self._response.output[-1]
         item.status = "incomplete" if self.finish_reason == "length" else "completed"
         if isinstance(item, OutputCall):
+            with suppress(ValueError, RecursionError):
+                json.decode(item.arguments)
+                item.status = "completed"  # all of the call is there, whatever was cut off behind it
             yield ArgumentsDone(**self._place(), name=item.name, arguments=item.arguments)
         else:
             part = item.content[0]

@@ -276,6 +276,17 @@ def test_count_tokens(api: "Anthropic", engine: FakeEngine) -> None:
     assert api.messages.count_tokens(model="tiny", messages=HI).input_tokens < counted.input_tokens
 
 
+def test_refusals_of_count_tokens_name_the_fields_of_this_api(raw: httpx.Client) -> None:
+    tools = [{"type": "bash_20250124", "name": "bash"}, ADD | {"input_schema": {"type": "string"}}]
+    counted = raw.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": HI, "tools": tools}).json()
+    answered = raw.post("/v1/messages", json=body(tools=tools)).json()
+    assert "tools[1].input_schema.type is 'string'" in counted["error"]["message"]
+    assert counted["error"] == answered["error"]
+    assert raw.post("/v1/messages/count_tokens", json={"messages": HI, "stream": 1, "max_tokens": 0}).status_code == 200
+    long = raw.post("/v1/messages/count_tokens", json={"messages": [{"role": "user", "content": "x" * 5000}]}).json()
+    assert long["input_tokens"] > 5000
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

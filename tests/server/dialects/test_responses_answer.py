@@ -176,6 +176,27 @@ def test_max_output_tokens_makes_an_incomplete_answer(raw: httpx.Client) -> None
     assert last["type"] == "response.incomplete" and last["response"]["output"][0]["content"][0]["text"] == "Hel"
 
 
+@pytest.mark.parametrize(
+    ("text", "statuses"),
+    [
+        ("[add(a=1), add(a=2)]", ["completed", "completed"]),
+        ('Well. <tool_call>{"name": "add", "arguments": {"a": 12}}', ["completed", "completed"]),
+        ('Well. <tool_call>{"name": "add", "arguments": {"a": 12', ["completed", "incomplete"]),
+        ('<tool_call>[{"name": "add", "arguments": {"a": 12}}, {"name": "add', ["completed", "incomplete"]),
+    ],
+)
+def test_only_what_was_cut_off_is_incomplete(
+    raw: httpx.Client, engine: FakeEngine, text: str, statuses: list[str]
+) -> None:
+    engine.script = says(text + "x" * 9)
+    asked = {"input": "Hi", "tools": [ADD], "max_output_tokens": len(text)}
+    whole = raw.post("/v1/responses", json=asked).json()
+    last = events_of(raw.post("/v1/responses", json=asked | {"stream": True}))[-1]["response"]
+    for response in (whole, last):
+        assert response["status"] == "incomplete"
+        assert [item["status"] for item in response["output"]] == statuses
+
+
 def test_calls_that_the_model_writes(raw: httpx.Client, engine: FakeEngine) -> None:
     engine.script = says(WRITTEN)
     body: dict[str, Any] = {"input": "H", "tools": [ADD], "instructions": None}
