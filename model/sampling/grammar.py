@@ -31,6 +31,9 @@ _STACK_BYTES = 512 << 20
 _MAX_GBNF_CHARS = 32 << 10  # the conversion to Lark is Python, and takes time with the square of the number of rules
 # Size of all regular expressions; 5000 enum values have 60,000. Compiling a larger one may take minutes.
 _MAX_LEXER_FUEL = 80_000
+# llguidance 1.7.6 reads such numbers as the integer -2^63, follows a recursion without end, and ends the process.
+_LOWEST = -(2.0**63 - 1024)
+_NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\t-\r ]"}
 _ASCII_CLASSES |= {name.upper(): "[^" + ascii_class[1:] for name, ascii_class in _ASCII_CLASSES.items()}
 _stack_lock = threading.Lock()
@@ -67,6 +70,12 @@ def grammar_error(grammar: str) -> str | None:
     """Return what is wrong with a grammar, as far as can be told without the tokenizer; None: nothing."""
     from llguidance import LLMatcher
 
+    schemas = grammar if "%json" in grammar else ""
+    if grammar.startswith("{"):  # a JSON schema or a regular expression, as JSON; digits in its texts are no numbers
+        schemas = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', "", grammar)
+    for number in _NEGATIVE.findall(schemas):
+        if float(number) <= _LOWEST:
+            return f"it has the number {number[:40]}, which is too low; give numbers above {_LOWEST:.0f}"
     is_error, messages = _with_large_stack(lambda: LLMatcher.validate_grammar_with_warnings(grammar))
     return messages[0] if is_error else None
 

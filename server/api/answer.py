@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tightwire.server.api.errors import ApiError, to_api_error
+from tightwire.server.api.errors import ApiError, json_response, to_api_error
 from tightwire.server.api.generation import Delta, Prompt, TokenSequence, generate
 from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
 from tightwire.server.api.request_bodies import GenerationBody, SamplingBody, StreamOptions
@@ -198,18 +198,15 @@ class Answer:
             first = await cancel_on_disconnect(request.receive, anext(self._deltas))
         except ClientGoneError:
             return Response(status_code=499)  # only access logs see it
-        finally:
-            if not self._body.stream:
-                await self._deltas.aclose()
         return EventStream(self._frames(first), self._deltas.aclose)
 
     async def _whole(self) -> Response:
         choices: dict[int, Delta] = {}
-        async for delta in self._deltas:
-            choices.setdefault(delta.index, Delta(delta.index)).append(delta)
+        async with contextlib.aclosing(self._deltas):
+            async for delta in self._deltas:
+                choices.setdefault(delta.index, Delta(delta.index)).append(delta)
         in_order = [choices[index] for index in sorted(choices)]
-        content = _encoder.encode(self._dialect.whole(in_order, self._usage(), self._extra()))
-        return Response(content, media_type="application/json")
+        return json_response(self._dialect.whole(in_order, self._usage(), self._extra()))
 
     async def _frames(self, first: Delta) -> AsyncGenerator[bytes, None]:
         dialect = self._dialect
@@ -223,7 +220,11 @@ class Answer:
                 yield self._encode(delta)
             yield _encode_frames(dialect.last_chunks(self._usage(), self._extra()))
         except Exception as error:  # noqa: BLE001 - the status is already sent, so only an event can tell the client
-            yield _encode_frames(dialect.failure(to_api_error(error), self._usage()))
+            told = to_api_error(error)
+            try:
+                yield _encode_frames(dialect.failure(told, self._usage()))
+            except UnicodeEncodeError:  # the events repeat the text that could not be encoded
+                yield encode_frame(told.body())
         yield dialect.end_of_stream
 
     def _encode(self, delta: Delta) -> bytes:

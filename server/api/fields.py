@@ -29,7 +29,7 @@ def told_apart(kind_of: Callable[[dict[str, Any]], Any], supported: str) -> Disc
     """Tells the members of a union of ``Fields`` apart; each has the ``Tag`` ~ and its kind. ``supported``: for the error."""
 
     def tag(value: Any) -> str | None:
-        return f"~{kind_of(value)}" if isinstance(value, dict) and isinstance(value.get("type", ""), str) else None
+        return f"~{kind_of(value)}" if isinstance(value, dict) and isinstance(value.get("type"), str | None) else None
 
     return Discriminator(tag, custom_error_type="kind", custom_error_message=supported)
 

@@ -94,11 +94,14 @@ class TokenSequence:
             self._delta.entries = self._prompt_entries(self.prompt.echo, output.prompt_logprobs)
 
     def _prompt_entries(self, echo: str, logprobs: list[TokenScore | None] | None) -> list[TokenEntry]:
-        detokenizer, entries = Detokenizer(self._tokens, skip_special=self._body.skip_special_tokens), []
+        detokenizer, entries, num_special_chars = Detokenizer(self._tokens), [], 0
         for position, token_id in enumerate(self.prompt.token_ids):
-            offset = min(detokenizer.num_chars, len(echo))
+            offset = min(detokenizer.num_chars + num_special_chars, len(echo))
             entries.append(TokenEntry(token_id, offset, logprobs[position] if logprobs else None))
             detokenizer.push(token_id)
+            # A special token has text where the prompt names it, and none where the tokenizer added it.
+            if token_id in self._tokens.special and echo.startswith(name := self._tokens.text_of(token_id), offset):
+                num_special_chars += len(name)
         return entries
 
     def _take_tokens(self, output: Output) -> None:
@@ -169,15 +172,13 @@ async def generate(
         async with aclosing(cast(AsyncGenerator[Output, None], engine.submit(requests))) as outputs:
             async for output in outputs:
                 accepted = True
-                sequence = running.get(output.id)
-                if sequence is None:
+                if (sequence := running.get(output.id)) is None:
                     continue  # a stop string has already ended it
                 if output.progress is not None:
                     yield Delta(sequence.index, progress=output.progress)
                     continue
                 trace.saw(output)
-                delta = sequence.take(output)
-                if delta is None:
+                if (delta := sequence.take(output)) is None:
                     continue
                 if delta.finish_reason is not None:
                     del running[output.id]

@@ -110,21 +110,17 @@ def checked_grammar(path: str, kind: Any, source: Any) -> str:
 
 def _parsed(path: str, text: str) -> Schema:
     try:
-        schema = msgspec.json.decode(text)
+        return msgspec.json.decode(text, type=Schema)
     except msgspec.DecodeError as error:
-        raise invalid(f"{path} is a text that is not valid JSON: {error}", path) from None
-    if not isinstance(schema, dict):
-        raise invalid(f"{path} must be a JSON schema, which is an object", path)
-    return schema
+        raise invalid(f"{path} is a text that is not valid JSON, or not an object: {error}", path) from None
 
 
 def _refuse_large(path: str, schema: Schema) -> None:
     """ApiError 400: a bound in this schema or in one inside it makes the grammar too large."""
-    divisor, bounds = schema.get("multipleOf"), {key: schema.get(key) for key in ("minItems", "maxItems")}
-    for key, bound in bounds.items():
-        if isinstance(bound, int | float) and bound > _MAX_ITEMS:
+    for key in ("minItems", "maxItems"):
+        if isinstance(bound := schema.get(key), int | float) and bound > _MAX_ITEMS:
             raise invalid(f"{path}.{key} is {bound}; at most {_MAX_ITEMS} is possible", f"{path}.{key}")
-    if isinstance(divisor, int | float):
+    if isinstance(divisor := schema.get("multipleOf"), int | float) and not isinstance(divisor, bool):
         digits = Decimal(repr(divisor)).normalize().as_tuple().digits
         if int("".join(map(str, digits))) > _MAX_DIVISOR:
             message = f"{path}.multipleOf is {divisor}; at most {_MAX_DIVISOR} is possible, times a power of ten"

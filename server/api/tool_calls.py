@@ -59,7 +59,8 @@ class CallReader:
         self._names, self._whole_call, self._calls_only = names, whole_call, calls_only
         self._openers, self._thinks = openers, thinks
         self.num_calls = int(whole_call is not None)
-        self._text = ""  # not read yet
+        self._text, self._num_chars = "", 0  # not read yet; of the whole answer so far
+        self.text_ends: list[int] = []  # where the last pieces of text end in the answer
         self._at_start, self._in_calls = True, False
         self._skipped = ""  # read since the last call; text after all, if no call follows
         self._call: _OpenCall | None = None
@@ -70,18 +71,24 @@ class CallReader:
             name = self._whole_call if self._at_start else None
             self._at_start = False
             return [CallPiece(0, name, text)] if text or name else []
-        self._text += text
-        return [piece for piece in self._read(at_end=False) if piece != ""]
+        self._text, self._num_chars, self.text_ends = self._text + text, self._num_chars + len(text), []
+        return [piece for piece in self._read(at_end=False) if self._noted(piece)]
 
     def flush(self) -> list[Piece]:
         """The rest, when no more text comes. A call that was cut off and not begun to be sent is text."""
-        pieces: list[Piece] = [] if self._whole_call is not None else list(self._read(at_end=True))
-        if self._call is not None and self._call.sent is None:
-            pieces.append(self._skipped + self._call.raw)
-        if self._text.strip() or not self.num_calls:
-            pieces.append(self._text)
+        pieces = [piece for piece in self._read(at_end=True) if self._noted(piece)]
+        rest = self._skipped + self._call.raw if self._call is not None and self._call.sent is None else self._text
+        self._text = ""
+        if (rest.strip() or not self.num_calls) and self._noted(rest):
+            pieces.append(rest)
         drops_text = self._calls_only and self.num_calls > 0
-        return [piece for piece in pieces if piece != "" and not (drops_text and isinstance(piece, str))]
+        return [piece for piece in pieces if not (drops_text and isinstance(piece, str))]
+
+    def _noted(self, piece: Piece) -> bool:
+        """False if the piece is empty. Otherwise all that was read before it and in it is no longer in ``_text``."""
+        if isinstance(piece, str) and piece:
+            self.text_ends.append(self._num_chars - len(self._text))
+        return piece != ""
 
     def _read(self, *, at_end: bool) -> Iterator[Piece]:
         before = None
@@ -103,30 +110,29 @@ class CallReader:
             return
         if self._at_start and not at_end and (_THINK.startswith(stripped) or _FENCE.startswith(stripped)):
             return
-        if self._at_start and stripped.startswith(_FENCE):
-            self._in_calls, self._text, self._at_start = True, stripped.removeprefix(_FENCE), False
-            self._skipped = _FENCE
-            return
-        if self._at_start and stripped[0] == "[" and not re.match(r"\[\s*\{", stripped):
+        if self._at_start and re.match(r"\[(?!\s*\{)", stripped):
             if _PYTHONIC.match(stripped):
                 yield from self._pythonic(stripped, at_end)
                 return
             if not at_end and _MAYBE_PYTHONIC.fullmatch(stripped):
                 return
-        elif self._at_start and stripped[0] in "{[":
-            self._in_calls, self._text, self._at_start = True, stripped, False
+        elif self._at_start and stripped.startswith(("{", "[", _FENCE)):
+            self._in_calls, self._at_start = True, False
+            self._text = stripped.removeprefix(_FENCE)
+            self._skipped = stripped.removesuffix(self._text)
             return
         found = [(at, opener) for opener in self._openers if (at := self._text.find(opener)) >= 0]
         if found:
             at, self._skipped = min(found)
-            if not self._is_blank_between(self._text[:at]):
-                yield self._text[:at]
-            self._in_calls, self._text = True, self._text[at + len(self._skipped) :]
+            before, self._text = self._text[:at], self._text[at:]
+            if not self._is_blank_between(before):
+                yield before
+            self._in_calls, self._text = True, self._text.removeprefix(self._skipped)
             return
         ready = self._text[: len(self._text) - (0 if at_end else possible_start(self._text, self._openers))]
         if not self._is_blank_between(ready):
-            yield ready
             self._text, self._at_start = self._text[len(ready) :], False
+            yield ready
 
     def _thought(self, at_end: bool) -> Iterator[Piece]:
         """Pass on what the model thinks. The answer starts behind it."""
@@ -146,13 +152,12 @@ class CallReader:
             self._call, self._text, self._skipped = _OpenCall(), rest, skipped
         elif closer := next((mark for mark in self._closers if rest.startswith(mark)), ""):
             self._in_calls, self._text, self._skipped = False, rest.removeprefix(closer), ""
-        elif rest.startswith(self._openers):  # the next call without the end of the last one
-            self._skipped = next(opener for opener in self._openers if rest.startswith(opener))
-            self._text = rest.removeprefix(self._skipped)
+        elif opener := next((mark for mark in self._openers if rest.startswith(mark)), ""):
+            # The next call without the end of the last one.
+            self._skipped, self._text = opener, rest.removeprefix(opener)
         elif self._skipped == _MISTRAL and (head := _NAMED.match(rest)) and head[1] in self._names:
-            self._call, self._text, self._skipped = _OpenCall(sent=0), rest[head.end() :], ""
-            self.num_calls += 1
-            yield CallPiece(self.num_calls - 1, head[1], "")
+            self._call, self._text = _OpenCall(sent=0), rest[head.end() :]
+            yield self._begin(head[1])
         elif at_end or not self._may_begin(rest):
             self._in_calls, self._text, self._at_start = False, rest, False
             if self.num_calls == 0:  # not a call; separators after a call are dropped
@@ -169,19 +174,21 @@ class CallReader:
         """The marks that end calls. A fence around what is no call is text."""
         return (_CLOSER, _FENCE_END) if self.num_calls else (_CLOSER,)
 
+    def _begin(self, name: str, arguments: Any = "") -> CallPiece:
+        """The first piece of the next call; the marks before it are no text. Half of a surrogate pair stays escaped."""
+        self.num_calls, self._skipped = self.num_calls + 1, ""
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return CallPiece(self.num_calls - 1, name, text.encode(errors="backslashreplace").decode())
+
     def _continue_call(self, call: "_OpenCall") -> Iterator[Piece]:
         self._text = call.take(self._text)
         if call.sent is None and (head := _HEAD.match(call.raw)) and head[1] in self._names:
             call.sent = head.end()
-            self.num_calls += 1
-            self._skipped = ""
-            yield CallPiece(self.num_calls - 1, head[1], "")
-        if call.sent is not None:
-            # The call's own closing brace does not belong to its arguments.
-            end = call.arguments_end(call.sent)
-            if end > call.sent:
-                yield CallPiece(self.num_calls - 1, None, call.raw[call.sent : end])
-                call.sent = end
+            yield self._begin(head[1])
+        # The call's own closing brace does not belong to its arguments.
+        if call.sent is not None and (end := call.arguments_end) > call.sent:
+            yield CallPiece(self.num_calls - 1, None, call.raw[call.sent : end])
+            call.sent = end
         if call.is_complete:
             self._call = None
             if call.sent is None:
@@ -190,18 +197,16 @@ class CallReader:
     def _whole(self, raw: str) -> Iterator[Piece]:
         """A complete object whose keys are in another order, or that is not a call."""
         try:
-            found = json.loads(raw)
-        except ValueError:
-            found = None
-        arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
-        if not isinstance(found, dict) or found.get("name") not in self._names:
+            found: dict[str, Any] = json.loads(raw)
+            json.dumps(found, allow_nan=False)  # a number that is too large, or NaN, is no JSON
+        except (ValueError, RecursionError):
+            found = {}
+        name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+        if isinstance(name, str) and name in self._names:
+            yield self._begin(name, {} if arguments is None else arguments)
+        else:
             yield self._skipped + raw
             self._skipped = ""
-            return
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        self.num_calls += 1
-        self._skipped = ""
-        yield CallPiece(self.num_calls - 1, found["name"], text)
 
     def _pythonic(self, stripped: str, at_end: bool) -> Iterator[Piece]:
         """A list of Python calls is read as a whole, because its end decides what it is."""
@@ -211,10 +216,8 @@ class CallReader:
         self._text, self._at_start = "", False
         if calls is None or any(name not in self._names for name, _ in calls):
             yield stripped
-            return
-        for name, arguments in calls:
-            self.num_calls += 1
-            yield CallPiece(self.num_calls - 1, name, json.dumps(arguments, ensure_ascii=False))
+        else:
+            yield from (self._begin(name, arguments) for name, arguments in calls)
 
 
 class _OpenCall:
@@ -259,11 +262,10 @@ class _OpenCall:
         self.raw += text[:at]
         return text[at:]
 
-    def arguments_end(self, start: int) -> int:
-        """Where the arguments that begin before ``start`` end, as far as they are known."""
-        if self._inner_end is not None and not self._is_arguments:
-            return max(start, self._inner_end)
-        return len(self.raw)
+    @property
+    def arguments_end(self) -> int:
+        """Where the arguments end, as far as they are known."""
+        return len(self.raw) if self._inner_end is None or self._is_arguments else self._inner_end
 
 
 def openers_of(tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -290,7 +292,7 @@ def _parse_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:
                 return None
             arguments = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
             calls.append((ast.unparse(call.func), arguments))
-        json.dumps(calls)
+        json.dumps(calls, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
     return calls

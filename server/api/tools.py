@@ -4,6 +4,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from tightwire.server.api.errors import invalid
@@ -57,13 +58,13 @@ class ToolCall(Fields):
     function: CalledFunction
 
     def to_template(self) -> dict[str, Any]:
-        """The form that chat templates read, with the arguments as an object."""
+        """The form that chat templates read, with the arguments as an object; as a text where they are no valid JSON."""
+        given = self.function.arguments
         try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = self.function.arguments
-        if is_nested_deeply(arguments):
-            arguments = self.function.arguments
+            arguments = msgspec.json.decode(given or "{}")
+        except (ValueError, RecursionError):  # half of a surrogate pair too, which no tokenizer takes
+            arguments = given
+        arguments = given if is_nested_deeply(arguments) else arguments
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 

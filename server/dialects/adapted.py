@@ -136,18 +136,14 @@ class AdaptedDialect(ChatDialect):
             self._begun.add(delta.index)
             assert isinstance(usage, Usage)
             yield from self.begin(usage)
-        if delta.finish_reason is not None:
-            self.finish_reason, self.stop_string = delta.finish_reason, delta.stop_string
-        self.take_logprobs(delta)
         for piece in self.pieces(delta):
             yield from self._switch_to(piece)
             if text := piece if isinstance(piece, str) else piece.arguments:
                 yield from self.extend(text)
-        if delta.finish_reason is not None and self._open is not None:
-            yield from self.close()
-
-    def take_logprobs(self, delta: Delta) -> None:
-        """Keep the logprobs of this delta, if the API has them."""
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_string = delta.finish_reason, delta.stop_string
+            if self._open is not None:
+                yield from self.close()
 
     def _switch_to(self, piece: Piece) -> Iterator[Struct]:
         """Open the part that this piece belongs to, unless it is open."""

@@ -167,23 +167,17 @@ class ConversationFields(Body):
                 elif isinstance(block, ToolResultBlock):
                     result = (part.text for part in block.content)
                     messages.append(text_message("tool", *result, call_id=block.tool_use_id))
-            if texts:
-                _add_text(messages, turn.role, texts)
+            # Two messages of one role in a row are one, as in Anthropic's API.
+            if texts and messages and messages[-1].role == turn.role != "system" and not messages[-1].tool_calls:
+                messages[-1].content += text_message(turn.role, *texts).content
+            elif texts:
+                messages.append(text_message(turn.role, *texts))
             for block in turn.content:
                 if isinstance(block, ToolUseBlock):
                     adapted.add_call(messages, block.id, block.name, json.dumps(block.input, ensure_ascii=False))
         if len(messages) == num_system:
             raise invalid("messages is empty: no message has text, a tool_use or a tool_result", "messages")
         return messages
-
-
-def _add_text(messages: list[Message], role: str, texts: list[str]) -> None:
-    """Two messages of one role in a row are one, as in Anthropic's API."""
-    message = text_message(role, *texts)
-    if messages and messages[-1].role == role != "system" and not messages[-1].tool_calls:
-        messages[-1].content += message.content
-    else:
-        messages.append(message)
 
 
 class CountTokensBody(ConversationFields):

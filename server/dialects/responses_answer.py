@@ -2,16 +2,19 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, json
 
 from tightwire.server.api.chat import new_call_id
 from tightwire.server.api.errors import ApiError, ErrorDetail
-from tightwire.server.api.generation import Delta
-from tightwire.server.api.logprobs import ChatLogprob
+from tightwire.server.api.generation import Delta, TokenEntry
+from tightwire.server.api.logprobs import ChatLogprob, chat_logprobs
 from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.serving import ServedModel
+from tightwire.server.api.tool_calls import Piece
 from tightwire.server.api.trace import TightwireExtra
 from tightwire.server.dialects.adapted import AdaptedDialect
 from tightwire.server.dialects.responses_request import ResponsesBody
@@ -202,8 +205,8 @@ class ResponsesDialect(AdaptedDialect):
             top_logprobs=asked.top_logprobs or 0,
             **{name: getattr(asked, name) for name in _REPEATED},
         )
-        self._num_events = 0
-        self._logprobs_to_send: list[ChatLogprob] = []
+        self._count = count().__next__  # the number of the next event
+        self._entries: list[TokenEntry] = []  # with logprobs, not sent yet
 
     def begin(self, usage: Usage) -> Iterator[Struct]:
         yield ResponseEvent(self._count(), "response.created", self._response)
@@ -224,15 +227,23 @@ class ResponsesDialect(AdaptedDialect):
             item.arguments += text
             yield ArgumentsDelta(**self._place(), delta=text)
             return
-        logprobs, self._logprobs_to_send = self._logprobs_to_send, []
-        item.content[0].text += text
-        item.content[0].logprobs += logprobs
+        part = item.content[0]
+        part.text += text
+        # Tokens of calls, and the one that ends the answer, are in no text.
+        end = self._readers[0].text_ends.pop(0) if self._readers else len(part.text)
+        entries = [entry for entry in self._entries if end - len(text) <= entry.text_offset < end]
+        self._entries = [entry for entry in self._entries if entry.text_offset >= end]
+        logprobs = chat_logprobs(entries, self.model.tokens, self.name_of).content
+        part.logprobs += logprobs
         yield TextDelta(**self._place(), delta=text, logprobs=logprobs)
 
     def close(self) -> Iterator[Struct]:
         item = self._response.output[-1]
         item.status = "incomplete" if self.finish_reason == "length" else "completed"
         if isinstance(item, OutputCall):
+            with suppress(ValueError, RecursionError):
+                json.decode(item.arguments)
+                item.status = "completed"  # all of the call is there, whatever was cut off behind it
             yield ArgumentsDone(**self._place(), name=item.name, arguments=item.arguments)
         else:
             part = item.content[0]
@@ -266,9 +277,10 @@ class ResponsesDialect(AdaptedDialect):
         yield ResponseEvent(self._count(), "response.failed", self._response)
         yield ErrorEvent(self._count(), detail.code, detail.message, detail.param, detail)
 
-    def take_logprobs(self, delta: Delta) -> None:
+    def pieces(self, delta: Delta) -> list[Piece]:
         if self.body.num_logprobs is not None:
-            self._logprobs_to_send += self.logprobs(delta).content
+            self._entries += delta.entries
+        return super().pieces(delta)
 
     def _add(self, item: OutputMessage | OutputCall) -> Iterator[Struct]:
         self._response.output.append(item)
@@ -283,7 +295,3 @@ class ResponsesDialect(AdaptedDialect):
     @property
     def _index(self) -> int:
         return len(self._response.output) - 1
-
-    def _count(self) -> int:
-        self._num_events += 1
-        return self._num_events - 1

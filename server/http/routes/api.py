@@ -13,10 +13,9 @@ from tightwire.server.api.errors import ApiError, invalid, json_response
 from tightwire.server.api.prompts import check_ids, check_model, check_options, make_sequences, run_off_loop
 from tightwire.server.api.response_bodies import ModelCard, ModelList
 from tightwire.server.api.serving import ServedModel, Serving
-from tightwire.server.api.tools import check_tools
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.dialects.messages_answer import MessagesDialect, TokenCount
-from tightwire.server.dialects.messages_request import CountTokensBody
+from tightwire.server.dialects.messages_request import CountTokensBody, MessagesBody
 from tightwire.server.dialects.responses_answer import ResponsesDialect
 from tightwire.server.http.check_body import read_body
 from tightwire.server.ipc.engine_client import Phase
@@ -59,10 +58,13 @@ def api_router(serving: Serving) -> APIRouter:
     @router.post("/v1/messages/count_tokens", summary="Count the prompt tokens of a message")
     async def count_tokens(request: Request) -> Response:
         model, asked = await read(request, CountTokensBody)
-        chat = request_bodies.ChatBody.model_construct(**asked.chat_fields())
-        check_tools(chat.tools, chat.tool_choice)
-        tools = () if chat.tool_choice == "none" else chat.tools
-        return json_response(TokenCount(len(await chat_token_ids(model, chat.messages, chat, tools))))
+        fields = {name: getattr(asked, name) for name in CountTokensBody.model_fields}
+        dialect = MessagesDialect(MessagesBody.model_construct(**fields, max_tokens=1), model)
+        try:
+            [prompt] = await dialect.prompts()
+        except ApiError as error:
+            raise dialect.in_own_words(error) from None
+        return json_response(TokenCount(len(prompt.token_ids)))
 
     @router.get("/v1/models", summary="List the served model and its LoRA adapters")
     async def list_models() -> Response:
@@ -80,8 +82,7 @@ def api_router(serving: Serving) -> APIRouter:
 
     @router.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
-        advice = "send this request to a server with an embedding model"
-        message = f"the served model generates text and has no embeddings; {advice}"
+        message = "the served model has no embeddings; send this request to a server with an embedding model"
         raise ApiError(404, message, code="embeddings_not_supported")
 
     @router.post("/tokenize", summary="Text to token ids")

@@ -116,13 +116,33 @@ def read(text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str
         ("[add(1)]", "[add(1)]", []),
         ('{"name": "unknown", "arguments": {}}', '{"name": "unknown", "arguments": {}}', []),
         ('{"name": "add"', '{"name": "add"', []),
+        ('<tool_call>{"name": "add", "arguments": null}</tool_call>', "", [("add", {})]),
+        ('<tool_call>{"name": "add", "parameters": [1]}</tool_call>', "", [("add", [1])]),
+        ("[add(a=1e999)]", "[add(a=1e999)]", []),
+        ('{"arguments": {"a": 1e999}, "name": "add"}', '{"arguments": {"a": 1e999}, "name": "add"}', []),
+        ('{"arguments": {}, "name": ["add"]}', '{"arguments": {}, "name": ["add"]}', []),
+        (f'{{"arguments": {"[" * 5000}{"]" * 5000}}}', f'{{"arguments": {"[" * 5000}{"]" * 5000}}}', []),
         ("<tool_call>add(1)</tool_call>", "<tool_call>add(1)</tool_call>", []),
         ("", "", []),
+        (" \n", " \n", []),
     ],
 )  # fmt: skip
 def test_forms(text: str, content: str, calls: list[tuple[str, object]], size: int) -> None:
     got_content, got_calls = read(text, size)
     assert (got_content, [(name, json.loads(arguments)) for name, arguments in got_calls]) == (content, calls)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (r'{"arguments": {"x": "\ud83d é"}, "name": "add"}', r'{"x": "\ud83d é"}'),
+        (r'{"arguments": "\ud83d", "name": "add"}', r"\ud83d"),
+        (r'[add(x="\ud83d")]', r'{"x": "\ud83d"}'),
+    ],
+)
+def test_half_a_surrogate_pair_stays_escaped(text: str, arguments: str, size: int) -> None:
+    assert read(text, size) == ("", [("add", arguments)])
 
 
 def test_arguments_come_as_they_are_written() -> None:

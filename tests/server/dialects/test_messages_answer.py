@@ -213,6 +213,26 @@ def test_arguments_that_are_not_json_are_kept(raw: httpx.Client, engine: FakeEng
     assert call["input"] == {"INVALID_JSON": '{"a": twelve}'}
 
 
+def test_a_call_without_arguments_has_an_empty_input(raw: httpx.Client, engine: FakeEngine) -> None:
+    engine.script = says('<tool_call>{"name": "add", "arguments": null}</tool_call>')
+    [call] = raw.post("/v1/messages", json=body(tools=[ADD])).json()["content"]
+    assert call["input"] == {}
+
+
+def test_an_answer_with_half_a_surrogate_pair_is_an_answer(raw: httpx.Client, engine: FakeEngine) -> None:
+    engine.script = says(r'{"arguments": {"a": "\ud83d"}, "name": "add"}')
+    [call] = raw.post("/v1/messages", json=body(tools=[ADD])).json()["content"]
+    assert call["input"] == {"INVALID_JSON": r'{"a": "\ud83d"}'}
+
+
+def test_a_tool_of_the_type_null_is_a_tool(raw: httpx.Client, engine: FakeEngine) -> None:
+    engine.script = says(WRITTEN)
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        assert raw.post(path, json=body(tools=[ADD | {"type": None}])).status_code == 200
+    bad = raw.post("/v1/messages", json=body(messages=[{"role": "user", "content": [{"type": None}]}])).json()
+    assert "messages[0].content[0] is of the type None; supported: text" in bad["error"]["message"]
+
+
 def test_other_tools_are_ignored_and_named(raw: httpx.Client) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "bash_20250124", "name": "bash"}]
     response = raw.post("/v1/messages?beta=true", json=BODY | {"tools": tools, "thinking": {"type": "adaptive"}})
@@ -254,6 +274,17 @@ def test_count_tokens(api: "Anthropic", engine: FakeEngine) -> None:
     counted = api.messages.count_tokens(**fields)
     assert counted.input_tokens == api.messages.create(**fields, max_tokens=9).usage.input_tokens
     assert api.messages.count_tokens(model="tiny", messages=HI).input_tokens < counted.input_tokens
+
+
+def test_refusals_of_count_tokens_name_the_fields_of_this_api(raw: httpx.Client) -> None:
+    tools = [{"type": "bash_20250124", "name": "bash"}, ADD | {"input_schema": {"type": "string"}}]
+    counted = raw.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": HI, "tools": tools}).json()
+    answered = raw.post("/v1/messages", json=body(tools=tools)).json()
+    assert "tools[1].input_schema.type is 'string'" in counted["error"]["message"]
+    assert counted["error"] == answered["error"]
+    assert raw.post("/v1/messages/count_tokens", json={"messages": HI, "stream": 1, "max_tokens": 0}).status_code == 200
+    long = raw.post("/v1/messages/count_tokens", json={"messages": [{"role": "user", "content": "x" * 5000}]}).json()
+    assert long["input_tokens"] > 5000
 
 
 @pytest.mark.parametrize(
@@ -301,6 +332,10 @@ def test_count_tokens(api: "Anthropic", engine: FakeEngine) -> None:
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
             "output_config.format.schema is not supported",
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"const": -(2**63)}}}},
+            "output_config.format.schema is not supported: it has the number -9223372036854775808",
         ),
     ],
     ids=str,

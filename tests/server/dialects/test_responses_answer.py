@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from tightwire.model.text.tokenizer import CHAT_TEMPLATE
 from tightwire.server.config.http import HttpOptions
+from tightwire.server.dialects.responses_answer import ResponsesDialect
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -141,6 +142,31 @@ def test_items_become_messages(api: OpenAI, engine: FakeEngine) -> None:
     assert "Hello, world." in prompt_of(engine)
 
 
+def test_a_call_with_half_a_character_comes_back_as_text(raw: httpx.Client, engine: FakeEngine) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": "\\ud800"}'}
+    items = [{"role": "user", "content": "Hi"}, call, {"type": "function_call_output", "call_id": "c", "output": "1"}]
+    assert raw.post("/v1/responses", json={"input": items}).status_code == 200
+    assert json.dumps(call["arguments"]) in prompt_of(engine)
+
+
+def test_an_answer_with_half_a_surrogate_pair_is_an_answer(raw: httpx.Client, engine: FakeEngine) -> None:
+    engine.script = says(r'{"arguments": {"a": "\ud83d"}, "name": "add"}')
+    asked = {"input": "Hi", "tools": [ADD]}
+    whole = raw.post("/v1/responses", json=asked).json()
+    last = events_of(raw.post("/v1/responses", json=asked | {"stream": True}))[-1]["response"]
+    for response in (whole, last):
+        assert [call["arguments"] for call in response["output"]] == [r'{"a": "\ud83d"}']
+
+
+def test_an_answer_that_cannot_be_encoded_ends_with_an_error(
+    raw: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ResponsesDialect, "pieces", lambda self, delta: ["\ud83d"])
+    *_, error, done, rest = raw.post("/v1/responses", json={"input": "Hi", "stream": True}).text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert (done, rest) == ("data: [DONE]", "")
+
+
 def test_max_output_tokens_makes_an_incomplete_answer(raw: httpx.Client) -> None:
     body: dict[str, Any] = {"input": "Hi", "max_output_tokens": 3}
     answer = raw.post("/v1/responses", json=body).json()
@@ -148,6 +174,27 @@ def test_max_output_tokens_makes_an_incomplete_answer(raw: httpx.Client) -> None
     assert answer["output"][0]["status"] == "incomplete" and answer["completed_at"] is None
     last = events_of(raw.post("/v1/responses", json=body | {"stream": True}))[-1]
     assert last["type"] == "response.incomplete" and last["response"]["output"][0]["content"][0]["text"] == "Hel"
+
+
+@pytest.mark.parametrize(
+    ("text", "statuses"),
+    [
+        ("[add(a=1), add(a=2)]", ["completed", "completed"]),
+        ('Well. <tool_call>{"name": "add", "arguments": {"a": 12}}', ["completed", "completed"]),
+        ('Well. <tool_call>{"name": "add", "arguments": {"a": 12', ["completed", "incomplete"]),
+        ('<tool_call>[{"name": "add", "arguments": {"a": 12}}, {"name": "add', ["completed", "incomplete"]),
+    ],
+)
+def test_only_what_was_cut_off_is_incomplete(
+    raw: httpx.Client, engine: FakeEngine, text: str, statuses: list[str]
+) -> None:
+    engine.script = says(text + "x" * 9)
+    asked = {"input": "Hi", "tools": [ADD], "max_output_tokens": len(text)}
+    whole = raw.post("/v1/responses", json=asked).json()
+    last = events_of(raw.post("/v1/responses", json=asked | {"stream": True}))[-1]["response"]
+    for response in (whole, last):
+        assert response["status"] == "incomplete"
+        assert [item["status"] for item in response["output"]] == statuses
 
 
 def test_calls_that_the_model_writes(raw: httpx.Client, engine: FakeEngine) -> None:
@@ -237,6 +284,32 @@ def test_logprobs(raw: httpx.Client) -> None:
     assert [entry for event in deltas for entry in event["logprobs"]] == item["content"][0]["logprobs"]
 
 
+@pytest.mark.parametrize("held", ["", "<tool"], ids=("", "held"))
+@pytest.mark.parametrize(
+    ("call", "before", "between"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": "done"}}</tool_call>', "Well <tool. ", " "),
+        ('<tool_call>{"arguments": {"a": " done"}, "name": "add"}</tool_call>', "", "\ndone"),
+        ('```json\n{"arguments": {"a": " done"}, "name": "add"}\n```', "", "\n "),
+    ],
+    ids=("in order", "as a whole", "fence"),
+)
+def test_logprobs_of_text_beside_calls_are_those_of_its_tokens(
+    raw: httpx.Client, engine: FakeEngine, call: str, before: str, between: str, held: str
+) -> None:
+    engine.script = says(before + call + between + held + " done")
+    asked = {"input": "Hi", "tools": [ADD], "include": ["message.output_text.logprobs"]}
+    whole = raw.post("/v1/responses", json=asked).json()
+    events = events_of(raw.post("/v1/responses", json=asked | {"stream": True}))
+    for output in (whole["output"], events[-1]["response"]["output"]):
+        texts = [item["content"][0] for item in output if item["type"] == "message"]
+        assert texts and texts[-1]["text"] == between + held + " done"
+        for text in texts:
+            assert "".join(entry["token"] for entry in text["logprobs"]) == text["text"]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert all("".join(entry["token"] for entry in event["logprobs"]) == event["delta"] for event in deltas)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -264,6 +337,11 @@ def test_logprobs(raw: httpx.Client) -> None:
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
             "text.format.schema",
             "text.format.schema is not supported",
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"const": -(2**63)}}}},
+            "text.format.schema",
+            "text.format.schema is not supported: it has the number -9223372036854775808",
         ),
         (
             {

@@ -84,6 +84,9 @@ async def test_a_schema_with_n_seeds_streams_drafts_and_logprobs(sampling: dict[
     [
         ({"json": {"const": [1, "a"]}}, r'\[1, "a"\]'),
         ({"json": '{"type": "boolean"}'}, "true|false"),
+        ({"json": {"type": "integer", "const": -1e18}}, "-1000000000000000000"),
+        ({"json": {"const": '-9223372036854775808 "-1e300'}}, r'"-9223372036854775808 \\"-1e300"'),
+        ({"grammar": 'start: "-1e300 x" | "y"'}, "-1e300 x|y"),
         ({"regex": "[ab]{3}-[0-9]+x"}, "[ab]{3}-[0-9]+x"),
         ({"choice": ["yes", 'no "never"', "perhaps / not"]}, 'yes|no "never"|perhaps / not'),
         ({"grammar": 'start: greeting " " NAME\ngreeting: "hi" | "bye"\nNAME: /[A-C]{2}/'}, "(hi|bye) [A-C]{2}"),
@@ -138,7 +141,25 @@ IN_SCHEMA = "response_format.json_schema.schema"
         (_schema({"type": "integer", "minimum": 5, "maximum": 2}), IN_SCHEMA, "greater than maximum"),
         (_schema([]), f"{IN_SCHEMA}", "dictionary"),
         (_schema({"properties": {"a": {"multipleOf": 999_983}}}), f"{IN_SCHEMA}.properties.a.multipleOf", "20000"),
+        (_schema({"properties": {"a": {"multipleOf": True}}}), f"{IN_SCHEMA}.properties.a", "not supported"),
         (_schema({"type": "array", "maxItems": 10**6}), f"{IN_SCHEMA}.maxItems", "at most 10000"),
+        # llguidance ends the process on numbers near -2^63.
+        (
+            _schema({"properties": {"a": {"enum": [1, [-(2**63)]]}}}),
+            f"{IN_SCHEMA}.properties.a",
+            "numbers above -92233720",
+        ),
+        (_schema({"type": "integer", "const": -1e300}), IN_SCHEMA, "it has the number -1e300, which is too low"),
+        (
+            {"structured_outputs": {"json": '{"const": {"a": -9223372036854775300}}'}},
+            "structured_outputs.json",
+            "too low",
+        ),
+        (
+            {"structured_outputs": {"grammar": 'start: "/" %json {"type": "integer", "const": -0.93E+19}'}},
+            "structured_outputs.grammar",
+            "it has the number -0.93E+19",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs it"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),

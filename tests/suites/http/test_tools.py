@@ -207,6 +207,25 @@ async def test_a_template_without_tools_gets_our_prompt_with_calls_and_results()
     assert "weather" not in byte_tokenizer().decode(engine.submitted[1].prompt_token_ids)
 
 
+HALF = r'{"arguments": {"a": "\ud83d"}, "name": "add"}'
+
+
+async def test_an_answer_with_half_a_surrogate_pair_is_an_answer() -> None:
+    (answer,) = await whole(FakeEngine(script=says(HALF)))
+    assert [call.function.arguments for call in answer.message.tool_calls] == [r'{"a": "\ud83d"}']
+    assert await streamed(FakeEngine(script=says(HALF))) == ("", [("add", r'{"a": "\ud83d"}')], "tool_calls")
+
+
+@pytest.mark.parametrize("template", [MISTRAL_TEMPLATE, CHAT_TEMPLATE], ids=("with tools", "without tools"))
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"\\udc00": 1}', '{"a": 1e999}', '{"a": '])
+async def test_arguments_that_are_no_valid_json_reach_the_prompt_as_text(arguments: str, template: str) -> None:
+    engine = FakeEngine()
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "ok"}]
+    await whole(engine, messages=messages, template=template)
+    assert json.dumps(arguments) in byte_tokenizer().decode(engine.submitted[0].prompt_token_ids)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -236,6 +255,14 @@ async def test_a_template_without_tools_gets_our_prompt_with_calls_and_results()
             },
             "tools[0].function.parameters",
             "Unimplemented keys",
+        ),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": {"a": -(2**63)}}}}],
+                "tool_choice": {"type": "function", "function": {"name": "f"}},
+            },
+            "tools[0].function.parameters",
+            "it has the number -9223372036854775808",
         ),
     ],
     ids=str,

@@ -188,6 +188,16 @@ async def test_echo_keeps_special_tokens_too(client: httpx.AsyncClient) -> None:
     assert (special["text"], special["logprobs"]["text_offset"]) == ("<|bos|>a", [0, len("<|bos|>")])
 
 
+@pytest.mark.parametrize("skip", [True, False])
+async def test_offsets_of_an_echo_count_special_tokens_that_the_prompt_has(
+    client: httpx.AsyncClient, skip: bool
+) -> None:
+    fields = {"echo": True, "max_tokens": 0, "logprobs": 0, "skip_special_tokens": skip}
+    [choice] = await ask(client, "/v1/completions", **fields, prompt="<|bos|>é<|end|>a")
+    assert choice["text"] == "<|bos|>é<|end|>a"
+    assert choice["logprobs"]["text_offset"] == [0, 7, 7, 8, 15]  # both tokens of é begin where it does
+
+
 async def test_tokens_as_token_ids(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.script = says("é")
     fields = {"return_tokens_as_token_ids": True, "max_tokens": 2}
