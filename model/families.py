@@ -54,7 +54,11 @@ class Family:
 
 _ATTENTION_BIAS = {"qkv_bias": Key("attention_bias"), "output_bias": Key("attention_bias")}
 _BIASES = {**_ATTENTION_BIAS, "mlp_bias": Key("mlp_bias")}
-_MISTRAL: Any = {"gguf_permuted": True, "defaults": {"max_position_embeddings": 131072}, "full_every": 1}
+_MISTRAL_DEFAULTS = {"max_position_embeddings": 131072, "sliding_window": 4096}
+_MISTRAL: Any = {"gguf_permuted": True, "full_every": 1, "defaults": _MISTRAL_DEFAULTS}
+_YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "attention_factor": 1.0}
+_MINISTRAL_SIZES = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 1e6}
+_MINISTRAL_3 = {**_MISTRAL, "defaults": {**_MINISTRAL_SIZES, "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1}}}
 _GRANITE = {
     "embedding_scale": Key("embedding_multiplier", "embedding_scale"),
     "residual_scale": Key("residual_multiplier", "residual_scale"),
@@ -72,7 +76,6 @@ _GEMMA: Mapping[str, Any] = {
 _GEMMA_KEYS = {
     **_ATTENTION_BIAS,
     "score_scale": Key("query_pre_attn_scalar", power=-0.5),
-    "score_cap": Key("attn_logit_softcapping", "attn_logit_softcapping"),
     "logits_cap": Key("final_logit_softcapping", "final_logit_softcapping"),
 }
 _GEMMA_DEFAULTS: Mapping[str, Any] = {
@@ -95,7 +98,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(names=Names("Llama", "LlamaForCausalLM", "llama", "llama"), gguf_permuted=True, keys=_BIASES),
     Family(names=Names("Mistral", "MistralForCausalLM", "mistral", "mistral3"), **_MISTRAL),  # older files say llama
     Family(names=Names("Ministral", "MinistralForCausalLM", "ministral", "llama"), **_MISTRAL),
-    Family(names=Names("Ministral 3", "Ministral3ForCausalLM", "ministral3", "mistral3"), **_MISTRAL),
+    Family(names=Names("Ministral 3", "Ministral3ForCausalLM", "ministral3", "mistral3"), **_MINISTRAL_3),
     Family(
         names=Names("Qwen2", "Qwen2ForCausalLM", "qwen2", "qwen2"),
         fixed={"qkv_bias": True},
@@ -154,15 +157,16 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         names=Names("OLMo 3", "Olmo3ForCausalLM", "olmo3", "olmo2"),
-        keys=_ATTENTION_BIAS,
         # Frequencies are stretched in layers without a window only.
-        fixed={**_OLMO, "local_rope_theta": lambda fields: fields["rope_theta"]},
+        keys={**_ATTENTION_BIAS, "local_rope_theta": Key(None)},
+        fixed=_OLMO,
+        gguf_fixed={"local_rope_theta": lambda fields: fields["rope_theta"]},
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "sliding_window": 4096},
         full_every=4,
     ),
     Family(
         names=Names("Gemma 2", "Gemma2ForCausalLM", "gemma2", "gemma2"),
-        keys=_GEMMA_KEYS,
+        keys={**_GEMMA_KEYS, "score_cap": Key("attn_logit_softcapping", "attn_logit_softcapping")},
         fixed=_GEMMA,
         gguf_fixed={"score_scale": partial(_gemma_scale, 46)},
         defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},

@@ -20,9 +20,9 @@ from tightwire.model.checkpoint.hub import fetch_folder, fetch_gguf
 from tightwire.model.checkpoint.quantization import parse_quantization
 from tightwire.model.checkpoint.quantized import QuantizedReader
 from tightwire.model.checkpoint.random import RandomReader
-from tightwire.model.checkpoint.reader import CheckpointReader
+from tightwire.model.checkpoint.reader import CheckpointReader, row_chunks
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
-from tightwire.model.checkpoint.tensors import EMBEDDING, PartsReader, check_tensors, expected_tensors
+from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, PartsReader, check_tensors, expected_tensors
 from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
 from tightwire.model.text.tokenizer import SPECIAL_IDS, Tokenizer, byte_backend, tokenizer_from_folder, with_template
 from tightwire.model.weights.formats import WeightFormats, choose_formats
@@ -40,7 +40,7 @@ class Checkpoint:
     config: LlamaConfig
     reader: Callable[[], CheckpointReader]
     tokenizer: Callable[[], Tokenizer]
-    note: str = ""  # how weights that another project quantized are kept
+    note: str = ""  # how weights that another project quantized are kept, and whether the file has a head of its own
     generation: Mapping[str, Any] = field(default_factory=dict)  # the content of generation_config.json
     prepared: Prepared | None = None  # a folder made by ``tightwire prepare``; ``reader`` raises ModelError for one
 
@@ -129,14 +129,28 @@ def _open_folder(folder: Path) -> Checkpoint:
     plain = SafetensorsReader(folder)
     stated = read_json(folder / "config.json")
     with naming(folder, "a quantized tensor has an unexpected shape", IndexError, ValueError):
-        quantization = parse_quantization(stated)
-        quantized = None if quantization is None else QuantizedReader(plain, quantization)
+        quantized = QuantizedReader(plain, found) if (found := parse_quantization(stated)) else None
         reader = PartsReader(quantized or plain, config)
-        check_tensors(reader, config)
+        notes = [f"quantized as {quantized.describe()}"] if quantized else []
+        stores_head = bool({HEAD, "lm_head.qweight", "lm_head.weight_packed"} & plain.names())
+        check_tensors(reader, replace(config, tied_embeddings=config.tied_embeddings and not stores_head))
+        if config.tied_embeddings and stores_head and _has_own_head(reader, config):
+            config = replace(config, tied_embeddings=False)
+            notes.append("used with its own head, which differs from the embedding, although config.json ties them")
     if not (stated.get("dtype") or stated.get("torch_dtype")):
         config = replace(config, dtype=plain.dtype_name(EMBEDDING))
-    note = "" if quantized is None else quantized.describe()
-    return _in_folder(folder, config, folder.absolute().name, lambda: reader, note=note)
+    return _in_folder(folder, config, folder.absolute().name, lambda: reader, note="; ".join(notes))
+
+
+def _has_own_head(reader: CheckpointReader, config: LlamaConfig) -> bool:
+    """Return True if head and embedding differ: transformers ties equal ones only. Cost: reads equal ones whole."""
+    for rows in row_chunks(range(config.vocab_size), 4 * config.hidden_size):
+        head, embedding = torch.empty(2, len(rows), config.hidden_size)
+        reader.read_into(head, HEAD, rows=rows)
+        reader.read_into(embedding, EMBEDDING, rows=rows)
+        if not torch.equal(head, embedding):
+            return True
+    return False
 
 
 def _in_folder(

@@ -67,8 +67,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(**overrides: Any) -> dict[str, Any]:
-    """The config.json of a tiny model; any key may be overridden."""
-    return {**_BASE, **overrides}
+    """The config.json of a tiny model; any key may be overridden. Other ``architectures`` have no ``model_type`` unless given."""
+    left_out = "model_type" if "architectures" in overrides else ""
+    return {key: value for key, value in _BASE.items() if key != left_out} | overrides
 
 
 def tiny_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:

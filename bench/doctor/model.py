@@ -140,7 +140,7 @@ def describe_model(report: ModelReport) -> Iterator[str]:
     """Yield the lines of a screen."""
     yield f"{report.model}: {report.family}, {report.num_parameters / 1e6:,.1f} million parameters, context {report.context}"
     if report.note:
-        yield f"quantized as {report.note}"
+        yield report.note
     rows = [["", "read as", "in memory as", "bytes"]]
     for kind in report.kinds:
         names = [", ".join(f"{num} {name}" for name, num in found.items()) for found in (kind.stored, kind.in_memory)]

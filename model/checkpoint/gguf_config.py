@@ -54,8 +54,7 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
             fields[name] = shortest_float(value) ** key.power
     if file.own("attention.temperature_scale"):  # temperatures of attention are 1 in the original context
         fields["max_positions"] = min(fields["max_positions"], file.size("rope.scaling.original_context_length"))
-    fields |= _windows(file, family, fields["num_layers"])
-    fields |= _rope(file, family, head_dim)
+    fields |= _windows(file, family, fields["num_layers"]) | _rope(file, family, head_dim)
     fields |= {name: value(fields) for name, value in family.gguf_fixed.items() if name not in fields}
     fields |= {name: value(fields) if callable(value) else value for name, value in family.fixed.items()}
     ids = _token_ids(file, fields["vocab_size"], "eos_token_id", "eot_token_id", "eom_token_id")
@@ -99,9 +98,9 @@ def _attention_biases(file: GgufFile, family: Family) -> dict[str, bool]:
     qkv, output = _has_bias(file, "attn_q", "attn_k", "attn_v"), _has_bias(file, "attn_output")
     if qkv != output and "output_bias" in family.keys:
         named = "attn_q, attn_k and attn_v" if qkv else "attn_output"
+        all_four = "attn_q, attn_k, attn_v, attn_output"
         raise ModelError(
-            f"only {named} have a bias, which no {family.names.name} model has; supported: all of attn_q, attn_k, "
-            "attn_v, attn_output"
+            f"only {named} have a bias, which no {family.names.name} model has; supported: all of {all_four}"
         )
     return {"qkv_bias": qkv, "output_bias": output}
 
@@ -150,12 +149,13 @@ def _scaling(file: GgufFile, rotary_dim: int, theta: float) -> RopeScaling:
         return _longrope(file, rotary_dim)
     if kind == "yarn":
         of_all = float(file.own("rope.scaling.yarn_log_multiplier") or 0)
-        usual = yarn_attention(factor) / yarn_attention(factor, of_all)
+        given = file.own("rope.scaling.attn_factor")  # OLMo's is the whole factor, others' multiplies the usual one
+        usual = 1.0 if given and file.arch == "olmo2" else yarn_attention(factor) / yarn_attention(factor, of_all)
         return RopeScaling(
             kind="yarn",
             factor=factor,
             original_max_positions=file.size("rope.scaling.original_context_length"),
-            attention_factor=usual * float(file.own("rope.scaling.attn_factor") or 1.0),
+            attention_factor=usual * float(given or 1.0),
             beta_fast=float(file.own("rope.scaling.yarn_beta_fast") or 32),
             beta_slow=float(file.own("rope.scaling.yarn_beta_slow") or 1),
         )
@@ -195,9 +195,6 @@ def _llama3(file: GgufFile, rotary_dim: int, theta: float) -> RopeScaling:
     bounds = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
     want = 1 / (wavelengths * rope.llama3(wavelengths, scaling.factor, *bounds))
     if not torch.allclose(torch.tensor(divisors).double(), want, rtol=1e-4, atol=0):
-        raise ModelError(
-            f"the rope divisors in {_DIVISORS} are not those of Llama 3 "
-            f"(low_freq_factor {scaling.low_freq_factor}, high_freq_factor {scaling.high_freq_factor}, trained context "
-            f"{scaling.original_max_positions}); other long-context scalings are not supported"
-        )
+        supported = f"trained context, low_freq_factor and high_freq_factor {bounds}"
+        raise ModelError(f"the rope divisors in {_DIVISORS} are not those of Llama 3; supported: {supported}")
     return scaling

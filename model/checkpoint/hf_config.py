@@ -45,8 +45,7 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
         value = config.get(key.hf or "")
         if value is not None:
             fields[name] = value if isinstance(value, bool) else float(value) ** key.power
-    fields |= _windows(config, family, fields)
-    fields |= rope_from_hf(config, family, fields)
+    fields |= _windows(config, family, fields) | rope_from_hf(config, family, fields)
     fields |= {name: value(fields) if callable(value) else value for name, value in family.fixed.items()}
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if dtype not in _DTYPES:
@@ -62,9 +61,12 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
 def _family(config: Mapping[str, Any]) -> Family:
     """Return the entry of the table. ModelError: there is none, with the feature that is missing."""
     architectures, model_type = config.get("architectures") or [], config.get("model_type")
-    for family in FAMILIES:
-        if family.names.architecture in architectures or (not architectures and model_type == family.names.model_type):
-            return family
+    named = [family for family in FAMILIES if family.names.architecture in architectures]
+    typed = [family for family in FAMILIES if family.names.model_type == model_type]
+    if named and typed and named != typed:
+        raise ModelError(f"architectures {architectures} and model_type {model_type!r} are two families; correct one")
+    if named or (typed and not architectures):
+        return (named or typed)[0]
     found = ", ".join(map(str, architectures)) or f"model_type {model_type!r}"
     feature = unsupported_feature(found, lambda key: bool(config.get(key)))
     raise ModelError(f"{found!s:.60}{feature} is not supported; supported families: {SUPPORTED}")
@@ -84,10 +86,11 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         if config.get(key) != value:
             raise ModelError(f"{family.names.name} with {feature} is not supported; supported: {key} {value!r}")
     types = config.get("layer_types") or family.defaults.get("layer_types")
+    known = (FULL, SLIDING) if family.full_every else (FULL,)
     for kind in types if isinstance(types, list) else ():
-        if kind not in (FULL, SLIDING, "attention"):  # the last one of Granite 4
+        if kind not in (*known, "attention"):  # the last one of Granite 4
             feature = unsupported_feature(str(kind), lambda key: False) or f" with {kind!r:.60} in layer_types"
-            raise ModelError(f"{family.names.name}{feature} is not supported; supported: {FULL}, {SLIDING}")
+            raise ModelError(f"{family.names.name}{feature} is not supported; supported: {', '.join(known)}")
 
 
 def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, int]:
@@ -154,9 +157,7 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     exported |= {"rms_norm_eps": config.norm_eps, "tie_word_embeddings": config.tied_embeddings}
     exported |= {"torch_dtype": config.dtype, "bos_token_id": config.bos_token_id, "pad_token_id": None}
     for name, key in family.keys.items():
-        value = getattr(config, name)
-        if name == "score_scale":
-            value = config.scale
+        value = config.scale if name == "score_scale" else getattr(config, name)
         if key.power != 1.0:
             value = round(value ** (1 / key.power))
         if key.hf is not None:

@@ -20,48 +20,54 @@ _WRITTEN = {
 
 
 def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return theta, scaling and width, from ``rope_theta`` and ``rope_scaling`` or transformers 5's ``rope_parameters``."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    found: dict[str, Any] = {}
-    if FULL in rope:
-        local_theta = (rope.get(SLIDING) or {}).get("rope_theta")
-        if local_theta and "local_rope_theta" in family.keys:
-            found["local_rope_theta"] = float(local_theta)
-        rope = rope[FULL] or {}
-    found["rope_theta"] = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    """Return theta, scaling and width, from ``rope_theta`` and ``rope_scaling`` or transformers 5's ``rope_parameters``.
+
+    With both, ``rope_scaling`` applies as in transformers, and keeps a theta that only ``rope_parameters`` has.
+    """
+    given, scaling, local = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, {}
+    by_kind = "local_rope_theta" in family.keys
+    if given and by_kind != (FULL in given or SLIDING in given):
+        wanted = f"the keys {FULL} and {SLIDING}" if by_kind else "one theta and scaling for all layers"
+        raise ModelError(f"rope_parameters of {family.names.name} must have {wanted}, got {given!r:.80}")
+    rope = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given} if scaling else given
+    if by_kind:
+        rope, local = given.get(FULL) or {}, given.get(SLIDING) or {}
+    if (kind := local.get("rope_type") or local.get("type") or "default") != "default":
+        raise ModelError(f"rope scaling {kind!r} of {SLIDING} is not supported; supported: default")
+    rope = {**rope, **scaling}
+    if not by_kind and (original := config.get(ORIGINAL)):
+        rope[ORIGINAL] = original
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    found: dict[str, Any] = {"rope_theta": theta}
+    if by_kind:
+        found["local_rope_theta"] = float(local.get("rope_theta") or fields.get("local_rope_theta") or theta)
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         if not family.partial_rotary:
-            raise ModelError(
-                f"partial_rotary_factor {partial} is not supported for {family.names.name}; supported: 1.0"
-            )
+            raise ModelError(f"partial_rotary_factor {partial} of {family.names.name} is not supported; supported: 1.0")
         head_dim = fields["head_dim"]
         found["rotary_dim"] = rotary_dim = int(head_dim * partial)
         if rotary_dim % 2 or not 0 < rotary_dim < head_dim:
-            raise ModelError(
-                f"partial_rotary_factor {partial} rotates {rotary_dim} of a head's {head_dim} numbers; supported: "
-                "an even number of them"
-            )
-    if rope.get("llama_4_scaling_beta"):  # temperatures of attention are 1 in the original context
-        found["max_positions"] = min(fields["max_positions"], int(rope[ORIGINAL]))
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if "short_factor" in rope:
-        kind = "longrope"  # early files of Phi-3 say su or yarn
-    try:
-        found["rope_scaling"] = _scaling("none" if kind == "default" else kind, rope, config, fields["max_positions"])
+            rotates = f"partial_rotary_factor {partial} rotates {rotary_dim} of a head's {head_dim} numbers"
+            raise ModelError(f"{rotates}; supported: an even number of them")
+    kind = "longrope" if "short_factor" in rope else rope.get("rope_type") or rope.get("type") or "default"
+    try:  # early files of Phi-3 call longrope su or yarn
+        if rope.get("llama_4_scaling_beta"):  # temperatures of attention are 1 in the original context
+            found["max_positions"] = min(fields["max_positions"], int(rope[ORIGINAL]))
+        found["rope_scaling"] = _scaling("none" if kind == "default" else kind, rope, fields["max_positions"])
     except KeyError as error:
         raise ModelError(f"rope scaling {kind!r} lacks {error.args[0]!r}") from None
     return found
 
 
-def _scaling(kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_positions: int) -> RopeScaling:
+def _scaling(kind: str, rope: Mapping[str, Any], max_positions: int) -> RopeScaling:
     if kind == "none":
         return RopeScaling()
     if kind not in ROPE_KINDS:
         raise ModelError(f"rope scaling {kind!r} is not supported; supported: default, {', '.join(ROPE_KINDS[1:])}")
     if kind not in _WRITTEN:
         return RopeScaling(kind=kind, factor=float(rope["factor"]))
-    original = int(rope.get(ORIGINAL) or config.get(ORIGINAL) or max_positions)
+    original = int(rope.get(ORIGINAL) or max_positions)
     if kind == "llama3":
         bounds: dict[str, Any] = {name: float(rope[name]) for name in _WRITTEN[kind]}
         return RopeScaling(kind=kind, factor=float(rope["factor"]), original_max_positions=original, **bounds)
@@ -69,9 +75,8 @@ def _scaling(kind: str, rope: Mapping[str, Any], config: Mapping[str, Any], max_
     given: dict[str, Any] = {"kind": kind, "factor": factor, "original_max_positions": original}
     if kind == "yarn":
         mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
-        usual = yarn_attention(factor)
-        if mscale and of_all:
-            usual = yarn_attention(factor, mscale) / yarn_attention(factor, of_all)
+        ratio = yarn_attention(factor, mscale) / yarn_attention(factor, of_all) if mscale and of_all else None
+        usual = ratio or yarn_attention(factor)
         given |= {"beta_fast": float(rope.get("beta_fast") or 32), "beta_slow": float(rope.get("beta_slow") or 1)}
         given["truncate"] = bool(rope.get("truncate", True))
     else:

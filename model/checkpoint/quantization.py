@@ -22,7 +22,6 @@ class Quantization:
     is_float: bool = False  # float8_e4m3fn instead of integers
     group_elems: int | None = None  # columns that share a scale; None: whole rows, or blocks with sizes of their own
     symmetric: bool = True  # the zero is the middle code
-    act_order: bool = False  # groups are not neighbouring columns
     stored_zero_offset: int = 0  # a stored zero is this much less than the zero
     block_elems: tuple[int, int] | None = None  # rows and columns that share a scale
 
@@ -34,7 +33,7 @@ class Quantization:
         if self.block_elems is not None:
             shared = f"blocks of {self.block_elems[0]} x {self.block_elems[1]}"
         stored = {"packed": "compressed-tensors: ", "plain": ""}.get(self.layout, f"{self.layout}: ")
-        return f"{stored}{kind}, {shared}{', act-order' if self.act_order else ''}"
+        return f"{stored}{kind}, {shared}"
 
 
 @naming("config.json")
@@ -83,7 +82,6 @@ def _gptq(stated: Mapping[str, Any]) -> Quantization:
         int(stated.get("bits", 4)),
         group_elems=_group(stated.get("group_size")),
         symmetric=bool(stated.get("sym", True)),
-        act_order=bool(stated.get("desc_act", False)),
         stored_zero_offset=int(stated.get("checkpoint_format") != "gptq_v2"),  # the first version stores zero - 1
     )
 
@@ -98,13 +96,16 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> Quantization:
     known = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
     if layout not in known:
         raise ModelError(f"compressed-tensors format {layout!r} is not supported; supported: {', '.join(known)}")
+    transforms = ((stated.get("transform_config") or {}).get("config_groups") or {}).values()
+    places = {str(each.get("location", "input")) for own in transforms for each in own.get("apply") or ()}
+    if online := sorted(place for place in places if not place.startswith("weight_")):  # others are in the weights
+        raise ModelError(f"transform_config at {', '.join(online)} is not supported; use a checkpoint without it")
     return Quantization(
         "packed" if layout == "pack-quantized" else "plain",
         int(weights.get("num_bits", 8)),
         is_float=weights.get("type") == "float",
         group_elems=_group(weights.get("group_size")),
         symmetric=bool(weights.get("symmetric", True)),
-        act_order=weights.get("actorder") in ("group", True),  # with "weight" the groups are neighbouring columns
         block_elems=_blocks(weights.get("block_structure")),
     )
 

@@ -21,6 +21,7 @@ from tightwire.model.checkpoint.safetensors import SafetensorsReader
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in an int32 of each of eight neighbouring columns
 _CODES = {"awq": ".qweight", "gptq": ".qweight", "packed": ".weight_packed", "plain": ".weight"}
+_INDICES = (".g_idx", ".weight_g_idx")
 _DAMAGED = "its codes, scales, zeros and groups do not belong together"
 _ROUNDED = "rounded again, by at most 1/254 of the largest of 32 numbers"
 
@@ -70,10 +71,12 @@ class QuantizedReader:
 
     def describe(self) -> str:
         """The quantization, the format it is kept in, and what that rounds."""
-        own, packed = self._quantization, self._format(in_order=not self._quantization.act_order)
+        indexed = (name.rsplit(".", 1)[0] for name in self._names if name.endswith(_INDICES))
+        in_order = all(self._in_order(f"{module}.weight") for module in indexed)
+        own, packed = self._quantization, self._format(in_order=in_order)
         exact = "kept; minima are rounded to float16, by at most 1/136 of a step" if packed.has_minimum else "kept"
-        cost = _ROUNDED if self._is_rounded(packed, in_order=not own.act_order) else exact
-        return f"{own.name}; in memory {packed.name}: {cost}"
+        cost = _ROUNDED if self._is_rounded(packed, in_order=in_order) else exact
+        return f"{own.name}{'' if in_order else ', act-order'}; in memory {packed.name}: {cost}"
 
     def shape(self, name: str) -> tuple[int, ...]:
         if not self._is_quantized(name):
@@ -130,18 +133,22 @@ class QuantizedReader:
 
     def _in_order(self, name: str) -> bool:
         """Return True if each 32 neighbouring columns have one scale."""
-        if not self._quantization.act_order:
-            return True
         if name not in self._orders:
-            group_DN = self._groups(name, range(self.shape(name)[1])).unflatten(0, (-1, GROUP_ELEMS))
-            self._orders[name] = bool((group_DN == group_DN[:, :1]).all())
+            index_D = self._index(name)
+            firsts_D = index_D[::GROUP_ELEMS].repeat_interleave(GROUP_ELEMS)
+            self._orders[name] = torch.equal(index_D, firsts_D[: len(index_D)])
         return self._orders[name]
+
+    def _index(self, name: str) -> Tensor:
+        """The stored group of each column; empty: groups are neighbouring columns. Keys of config.json do not say which."""
+        stored = next((found for each in _INDICES if (found := self._of(name, each)) in self._names), None)
+        index_D = torch.empty(0) if stored is None else self._plain.whole(stored)
+        return index_D if bool((index_D >= 0).all()) else index_D[:0]  # compressed-tensors fills unused ones with -1
 
     def _groups(self, name: str, columns: range) -> Tensor:
         """The group of each column."""
-        for ending in (".g_idx", ".weight_g_idx"):
-            if self._quantization.act_order and (index := self._of(name, ending)) in self._names:
-                return self._plain.whole(index).long()[columns.start : columns.stop]
+        if len(index_D := self._index(name)):
+            return index_D.long()[columns.start : columns.stop]
         size = self._quantization.group_elems or (self._quantization.block_elems or (0, self.shape(name)[1]))[1]
         return torch.arange(columns.start, columns.stop) // size
 

@@ -107,6 +107,8 @@ class SafetensorsReader:
 
 
 def _files(folder: Path) -> list[Path]:
+    if (single := folder / _SINGLE).is_file():  # before the index, as in transformers
+        return [single]
     if (index := folder / _INDEX).is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -119,8 +121,6 @@ def _files(folder: Path) -> list[Path]:
         if missing:
             raise ModelError(f"{folder}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing[:9])}")
         return paths
-    if (single := folder / _SINGLE).is_file():
-        return [single]
     other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     found = f"it has {', '.join(other[:3])}, which must be converted to safetensors" if other else "found neither"
     raise ModelError(f"{folder}: needs {_SINGLE} or {_INDEX}; {found}")

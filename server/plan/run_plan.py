@@ -120,7 +120,7 @@ def prepare(
     decision = decide(*given, files=files, model_id=fingerprint(checkpoint), choice=choice, draft=draft)
     if may_time:
         display.stage(_TIMING, 1.0)
-    note = (f"the checkpoint is quantized: {checkpoint.note}",) if checkpoint.note else ()
+    note = (f"the checkpoint is {checkpoint.note}",) if checkpoint.note else ()
     return checkpoint, replace(decision, notes=(*note, *decision.notes))
 
 

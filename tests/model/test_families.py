@@ -1,5 +1,6 @@
 """Each family of the table answers as transformers does, on one rank and split, from a folder and from a .gguf."""
 
+import json
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -71,6 +72,33 @@ def _assert_close(got: Tensor | None, want: Tensor) -> None:
 def test_tokens_and_logits_of_transformers(family: str, num_ranks: int, folders) -> None:
     tokens, want = _theirs(folders(family))
     _assert_close(run_in_process(num_ranks, rank_logits, str(folders(family)), tokens[:-1])[0], want)
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Llama", {"tie_word_embeddings": True}),  # its head stays another one
+        ("Qwen3", {"rope_scaling": {**_YARN, "rope_theta": 10000.0}}),  # beside rope_parameters
+        ("Qwen3", {"rope_parameters": _YARN, "original_max_position_embeddings": 64}),
+        ("Gemma 3", {"rope_scaling": _YARN}),
+        ("OLMo 3", {"rope_scaling": {"factor": 2.0}}),
+        ("Gemma 3", {"rope_parameters": {_SLIDING: {"rope_type": "default", "rope_theta": 3e3}}}),
+        ("OLMo 3", {"rope_parameters": {_FULL: {**_YARN, "rope_theta": 1e6}, _SLIDING: {"rope_theta": 1e4}}}),
+        ("Gemma 3", {"attn_logit_softcapping": 2.0}),
+    ],
+)
+def test_a_config_edited_by_hand_is_read_as_transformers_reads_it(
+    family: str, changes: dict[str, Any], folders, tmp_path: Path
+) -> None:
+    folder = Path(copytree(folders(family), tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    tokens, want = _theirs(folder)
+    _assert_close(rank_logits(in_process_groups(1)[0], str(folder), tokens[:-1]), want)
 
 
 @_every_family

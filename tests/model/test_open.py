@@ -50,6 +50,39 @@ def test_a_missing_dtype_is_that_of_the_weights(tmp_path: Path) -> None:
     assert open_checkpoint(str(folder)).config.dtype == "float16"
 
 
+def _ties(folder: Path) -> Path:
+    """The folder, whose config.json now ties the head, whatever the file has."""
+    (folder / "config.json").write_text(json.dumps(tiny_config(tie_word_embeddings=True)))
+    return folder
+
+
+def test_a_head_that_differs_from_the_embedding_is_used(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(_ties(make_tiny(tmp_path / "m"))))
+    assert not checkpoint.config.tied_embeddings
+    assert checkpoint.note.startswith("used with its own head")
+
+
+def test_a_head_that_differs_in_its_last_number_is_used(tmp_path: Path) -> None:
+    folder = _ties(make_tiny(tmp_path / "m"))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors")
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.config.tied_embeddings and not checkpoint.note
+    weights["lm_head.weight"][-1, -1] += 1
+    save_file(weights, folder / "model.safetensors")
+    assert not open_checkpoint(str(folder)).config.tied_embeddings
+
+
+def test_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
+    folder = _ties(make_tiny(tmp_path / "m"))
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"][1:].clone()
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lm_head\.weight has shape \(303, 64\)"):
+        open_checkpoint(str(folder))
+
+
 def test_gguf_file_and_folder_of_one(tmp_path: Path) -> None:
     path = make_tiny_gguf(tmp_path / "tiny.gguf")
     for model in (path, tmp_path):

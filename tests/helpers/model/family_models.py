@@ -168,3 +168,5 @@ def _write_sizes(writer: gguf.GGUFWriter, config: LlamaConfig, family: Family) -
         writer.add_string(f"{arch}.rope.scaling.type", config.rope_scaling.kind)
         writer.add_float32(f"{arch}.rope.scaling.factor", config.rope_scaling.factor)
         writer.add_uint32(f"{arch}.rope.scaling.original_context_length", config.rope_scaling.original_max_positions)
+    if arch == "olmo2" and config.rope_scaling.kind == "yarn":  # its converter copies attention_factor of config.json
+        writer.add_float32(f"{arch}.rope.scaling.attn_factor", config.rope_scaling.attention_factor)

@@ -98,15 +98,19 @@ def _gptq(bits: int, symmetric: bool, act_order: bool, stored_less: int) -> Call
     return write
 
 
-def _packed(bits: int, symmetric: bool) -> Callable[..., Written]:
-    def write(w: np.ndarray, _: np.random.Generator) -> Written:
+def _packed(bits: int, symmetric: bool, act_order: bool = False) -> Callable[..., Written]:
+    def write(w: np.ndarray, generator: np.random.Generator) -> Written:
         group_D = _neighbours(w.shape[1])
+        if act_order:
+            group_D = generator.permutation(group_D)
         codes, scales, zeros = _quantize(w, group_D, bits, symmetric)
         tensors = {
             "weight_packed": _pack(codes, bits),
             "weight_scale": torch.from_numpy(scales),
             "weight_shape": torch.tensor(w.shape),
         }
+        if act_order:
+            tensors["weight_g_idx"] = torch.from_numpy(group_D.astype(np.int32))
         if not symmetric:
             tensors["weight_zero_point"] = _pack(zeros.T, bits).t().contiguous()
         return Written(tensors, _dequantize(codes, scales, zeros, group_D))
@@ -154,6 +158,13 @@ SCHEMES: dict[str, Scheme] = {
     "gptq-asymmetric": Scheme({**_GPTQ, "sym": False}, _gptq(4, False, False, 1), "Q4_1"),
     "gptq-8": Scheme({**_GPTQ, "bits": 8}, _gptq(8, True, False, 1), "Q8_0"),
     "gptq-act-order": Scheme({**_GPTQ, "desc_act": True}, _gptq(4, True, True, 1), "Q8_0", is_rounded_again=True),
+    "gptq-act-order-unsaid": Scheme(_GPTQ, _gptq(4, True, True, 1), "Q8_0", is_rounded_again=True),
+    "w4a16-act-order": Scheme(
+        _compressed("pack-quantized", strategy="group", group_size=GROUP, actorder="dynamic"),
+        _packed(4, True, act_order=True),
+        "Q8_0",
+        is_rounded_again=True,
+    ),
     "w4a16": Scheme(_compressed("pack-quantized", strategy="group", group_size=GROUP), _packed(4, True), "Q4_0"),
     "w4a16-asymmetric": Scheme(
         _compressed("pack-quantized", strategy="group", group_size=GROUP, symmetric=False), _packed(4, False), "Q4_1"

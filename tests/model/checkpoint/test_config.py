@@ -77,6 +77,60 @@ def test_rope_parameters_carry_theta() -> None:
     assert (config.rope_theta, config.rope_scaling) == (5e5, RopeScaling(kind="linear", factor=2.0))
 
 
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def test_rope_scaling_wins_over_rope_parameters_and_keeps_their_theta() -> None:
+    """As the cards of Qwen say to add it, to a folder that transformers 5 saved."""
+    raw = tiny_config(rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_scaling=_YARN)
+    config = config_from_hf(raw)
+    assert (config.rope_theta, config.rope_scaling.kind, config.rope_scaling.factor) == (1e6, "yarn", 4.0)
+    assert config_from_hf({**raw, "rope_scaling": {**_YARN, "rope_theta": 1e6}}) == config
+    assert config_from_hf({**raw, "rope_scaling": {**_YARN, "rope_theta": 5e5}}).rope_theta == 5e5
+    assert config_from_hf({**raw, "rope_scaling": None}).rope_scaling == RopeScaling()
+
+
+def test_rope_scaling_replaces_what_other_rope_parameters_say() -> None:
+    earlier = {**_YARN, "factor": 2.0, "attention_factor": 3.0, "beta_fast": 16.0, "rope_theta": 1e6}
+    alone = config_from_hf(tiny_config(rope_theta=1e6, rope_scaling=_YARN))
+    assert config_from_hf(tiny_config(rope_parameters=earlier, rope_scaling=_YARN)) == alone
+
+
+def test_the_top_level_original_context_wins() -> None:
+    config = config_from_hf(tiny_config(rope_scaling=_YARN, original_max_position_embeddings=64))
+    assert config.rope_scaling.original_max_positions == 64
+
+
+@pytest.mark.parametrize("family", ["mistral", "ministral", "ministral3"])
+def test_missing_keys_have_the_familys_own_defaults(family: str) -> None:
+    left_out = ("architectures", "rms_norm_eps", "rope_theta", "max_position_embeddings")
+    raw = {key: value for key, value in tiny_config(model_type=family).items() if key not in left_out}
+    ours, theirs = config_from_hf(raw), AutoConfig.for_model(**raw)
+    assert (ours.window or None, ours.norm_eps) == (theirs.sliding_window, theirs.rms_norm_eps)
+    assert ours.sliding == (tuple(range(ours.num_layers)) if ours.window else ())
+    assert ours.head_dim == (theirs.head_dim or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    is_scaled = theirs.rope_parameters["rope_type"] == "yarn"
+    assert ours.rope_scaling == (
+        RopeScaling(kind="yarn", factor=16.0, original_max_positions=16384) if is_scaled else RopeScaling()
+    )
+    # Temperatures of attention, a default of Ministral 3, are 1 in the original context.
+    assert ours.max_positions == (16384 if is_scaled else theirs.max_position_embeddings)
+
+
+def test_a_window_of_null_is_none() -> None:
+    """As in Mistral-7B-v0.3."""
+    assert config_from_hf(tiny_config(architectures=["MistralForCausalLM"], sliding_window=None)).window == 0
+
+
+def test_gemma_3_has_no_cap_of_scores() -> None:
+    """transformers ignores the key."""
+    raw = tiny_config(architectures=["Gemma3ForCausalLM"], hidden_act="gelu_pytorch_tanh")
+    raw |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    config = config_from_hf(raw)
+    assert (config.score_cap, config.logits_cap) == (0.0, 3.0)
+
+
 @pytest.mark.parametrize(
     ("in_config", "in_generation", "want"),
     [
@@ -94,6 +148,8 @@ def test_end_tokens_of_both_files(in_config: Any, in_generation: Any, want: tupl
     assert config_from_hf(raw, generation).eos_token_ids == want
 
 
+_GEMMA_3 = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
+_OLMO_3 = {"architectures": ["Olmo3ForCausalLM"]}
 _GRANITE_4 = {
     "architectures": ["GraniteMoeHybridForCausalLM"],
     "num_local_experts": 0,
@@ -135,6 +191,31 @@ def test_dtype_under_both_names(key: str) -> None:
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window is not supported"),
         ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.2}, "rotates 3 of a head's 16 numbers"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "llama_4_scaling_beta": 0.1}},
+            "rope scaling 'default' lacks 'original_max_position_embeddings'",
+        ),
+        (
+            _GEMMA_3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope scaling 'linear' of sliding_attention is not supported; supported: default",
+        ),
+        (_OLMO_3 | {"rope_parameters": {"sliding_attention": _YARN}}, "'yarn' of sliding_attention is not supported"),
+        (
+            _GEMMA_3 | {"rope_parameters": {"rope_type": "default", "rope_theta": 3e3}},
+            "rope_parameters of Gemma 3 must have the keys full_attention and sliding_attention, got {'rope_type'",
+        ),
+        (
+            {"rope_parameters": {"full_attention": _YARN}},
+            "rope_parameters of Llama must have one theta and scaling for all layers",
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"], "model_type": "mistral"},
+            "architectures ['LlamaForCausalLM'] and model_type 'mistral' are two families; correct one",
+        ),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "layer_types": ["sliding_attention", "full_attention"]},
+            "SmolLM3 with 'sliding_attention' in layer_types is not supported; supported: full_attention",
+        ),
         ({"hidden_act": "gelu"}, "'gelu' is not supported; supported: silu"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

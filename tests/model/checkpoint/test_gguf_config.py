@@ -72,3 +72,17 @@ def test_yarn_multiplies_by_what_the_file_leaves_of_its_own_factor(
     given |= {} if multiplier is None else {"rope__scaling__yarn_log_multiplier": number(multiplier, "f")}
     config = config_of(tmp_path / "m.gguf", "mistral3", **given)
     assert config.rope_scaling.attention_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(("arch", "factor"), [("olmo2", 1.25), ("llama", 1.25 * (1 + 0.1 * math.log(8)))])
+def test_olmo_has_the_whole_factor_of_attention_and_others_what_multiplies_the_usual_one(
+    arch: str, factor: float, tmp_path: Path
+) -> None:
+    given = {
+        "rope__scaling__type": text("yarn"),
+        "rope__scaling__factor": number(8.0, "f"),
+        "rope__scaling__original_context_length": number(64),
+        "rope__scaling__attn_factor": number(1.25, "f"),
+    }
+    config = config_of(tmp_path / "m.gguf", arch, **given)
+    assert config.rope_scaling.attention_factor == pytest.approx(factor)

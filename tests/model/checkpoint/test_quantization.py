@@ -19,7 +19,7 @@ def test_no_quantization() -> None:
     ("stated", "name"),
     [
         (GPTQ, "gptq: 4 bits, groups of 128"),
-        ({**GPTQ, "group_size": -1, "desc_act": True}, "gptq: 4 bits, rows, act-order"),
+        ({**GPTQ, "group_size": -1}, "gptq: 4 bits, rows"),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "awq: 4 bits, groups of 64"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8, blocks of 128 x 128"),
     ],
@@ -27,6 +27,23 @@ def test_no_quantization() -> None:
 def test_names_say_how_weights_are_stored(stated: dict[str, Any], name: str) -> None:
     found = parse_quantization({"quantization_config": stated})
     assert found is not None and found.name == name
+
+
+def _rotated(*locations: str) -> dict[str, Any]:
+    """Of compressed-tensors, with a transform at these places."""
+    transform = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": place} for place in locations]}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 128}}},
+        "transform_config": {"config_groups": {"R": transform}} if locations else {},
+    }
+
+
+@pytest.mark.parametrize("stated", [_rotated(), _rotated("weight_input", "weight_output")])
+def test_transforms_that_are_in_the_weights_already_change_nothing(stated: dict[str, Any]) -> None:
+    without = {key: value for key, value in stated.items() if key != "transform_config"}
+    assert parse_quantization({"quantization_config": stated}) == parse_quantization({"quantization_config": without})
 
 
 @pytest.mark.parametrize(
@@ -40,6 +57,8 @@ def test_names_say_how_weights_are_stored(stated: dict[str, Any], name: str) -> 
         ({"quant_method": "awq", "version": "gemv"}, "awq version 'gemv' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "needs two sizes, got 128"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "with 0 kinds of weights"),
+        (_rotated("input", "weight_input"), "transform_config at input is not supported"),
+        (_rotated("q_attn", "k_cache"), "transform_config at k_cache, q_attn is"),
         (
             {
                 "quant_method": "compressed-tensors",

@@ -55,7 +55,19 @@ def test_packed_blocks_hold_the_same_numbers_within_the_stated_cost(scheme: str,
         else:
             assert torch.equal(error, torch.zeros_like(error))
     assert ("rounded again" in checkpoint.note) == SCHEMES[scheme].is_rounded_again
+    assert ("act-order" in checkpoint.note) == ("act-order" in scheme)
     assert kept_as.name in checkpoint.note
+
+
+def test_indices_of_neighbouring_columns_change_nothing(tmp_path: Path) -> None:
+    """GPTQ's files always have them, and compressed-tensors' may have unused ones."""
+    want = make_quantized(tmp_path, SCHEMES["gptq"])
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint.reader().stored_as(NAMES[2]) == "Q4_0" and "act-order" not in checkpoint.note
+    reader = change_folder(tmp_path / "unused", "gptq", {"g_idx": _UNUSED})
+    out = torch.empty(128, 192)
+    reader.read_into(out, NAMES[2], rows=range(128))
+    assert torch.equal(out, want[NAMES[2]]) and reader.stored_as(NAMES[2]) == "Q4_0"
 
 
 def test_groups_that_are_not_whole_32s_in_a_row_are_expanded(tmp_path: Path) -> None:
@@ -87,6 +99,7 @@ def change_folder(folder: Path, scheme: str, tensors: dict[str, torch.Tensor], *
     return open_checkpoint(str(folder)).reader()
 
 
+_UNUSED = torch.full((192,), -1, dtype=torch.int32)  # as compressed-tensors fills indices that do not apply
 _GROUPS = {"group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 96}}}
 
 
@@ -94,7 +107,7 @@ _GROUPS = {"group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": Tr
     ("scheme", "tensors", "stated", "message"),
     [
         ("awq", {}, {"group_size": 96}, "3 scales and 3 zeros a row, and awq: 4 bits, groups of 96 need 2"),
-        ("gptq", {}, {"group_size": 32}, "3 scales and 3 zeros a row, and gptq: 4 bits, groups of 32 need 6"),
+        ("gptq", {"g_idx": _UNUSED}, {"group_size": 32}, "3 zeros a row, and gptq: 4 bits, groups of 32 need 6"),
         ("w4a16", {}, {"config_groups": _GROUPS}, "3 scales and 3 zeros a row"),
         ("fp8-blocks", {}, {"weight_block_size": [32, 32]}, "3 scales and 3 zeros a row"),
         ("fp8-blocks", {}, {"weight_block_size": [16, 64]}, "do not belong together"),

@@ -69,6 +69,18 @@ def test_missing_shard(tmp_path: Path) -> None:
     assert f"1 of 3 shards are missing: {SHARD}" in opening(folder)
 
 
+def test_a_single_file_is_read_before_an_index_of_older_ones(tmp_path: Path) -> None:
+    """As transformers does; the files of the index may be gone."""
+    folder = make_tiny(tmp_path / "m", sharded=True)
+    newer = make_tiny(tmp_path / "newer", seed=1)
+    (newer / "model.safetensors").rename(folder / "model.safetensors")
+    (folder / SHARD).unlink()
+    name = "model.layers.0.mlp.down_proj.weight"
+    out = torch.empty(64, 160)
+    SafetensorsReader(folder).read_into(out, name, rows=range(64))
+    assert torch.equal(out, tiny_tensors(tiny_config(), seed=1)[name])
+
+
 @pytest.mark.parametrize("keep", [0, 5, 100, 0.5, 0.999])
 def test_truncated_file(tmp_path: Path, keep: float) -> None:
     folder = make_tiny(tmp_path / "m", sharded=True)
