@@ -5,6 +5,7 @@ Ranks are processes of this machine. Every result is checked; an algorithm with 
 """
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -80,6 +81,7 @@ class TunePlan:
 def run(config: ServeConfig, seconds: float, *, allow_busy: bool = False) -> int:
     """Returns 0, 1 when ranks failed or the file cannot be written, 2 for refused options, 130 after Ctrl-C."""
     console, refused = make_console(), 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ranks remove their files
     try:
         plan = make_plan(config, seconds)
         refused = 1
@@ -194,10 +196,7 @@ def _check_quiet(share: float, when: str) -> None:
 def judge(setting: Setting, cells: Cells, peer_blocks: int = PEER_BLOCKS) -> Measured:
     """Medians of correct calls, the slowest rank's computing, and the first fault of each wrong algorithm."""
     rows = sorted(cells.rows, key=lambda row: row["size"])
-    wrong: dict[str, str] = {}
-    for row in rows:
-        if row["faults"]:
-            wrong.setdefault(row["algorithm"], f"{row['size']} B: {row['faults'][0]}")
+    wrong = {row["algorithm"]: f"{row['size']} B: {row['faults'][0]}" for row in reversed(rows) if row["faults"]}
     return Measured(
         setting=setting,
         points=tuple(

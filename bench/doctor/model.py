@@ -15,7 +15,8 @@ from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, expected_tensors
 from tightwire.model.open import formats_of, open_checkpoint
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, split_model
-from tightwire.server.config.serve import EngineOptions, ServeConfig
+from tightwire.server.cli.http_process import take_defaults
+from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes
 from tightwire.server.plan.setting import decide_setting
 from tightwire.sizes import aligned, format_bytes
@@ -66,10 +67,11 @@ class ModelReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 def examine_model(model: str, tp: int = 1) -> ModelReport:
     """Open the model, which fetches one that is not here, and measure how fast memory is read. ``tp``: beside ``_TPS``."""
     try:
-        checkpoint = open_checkpoint(model)
-        checkpoint.tokenizer()
+        given = ServeConfig(model=ModelOptions(model=model))
+        checkpoint = open_checkpoint(given.model.model)
+        take_defaults(given, checkpoint, checkpoint.tokenizer())
         config, formats = checkpoint.config, formats_of(checkpoint, "auto")
-        decided = decide_setting(ServeConfig(), config)
+        decided = decide_setting(given, config)
     except ValueError as error:
         return ModelReport(model=model, unsupported=str(error))
     device, context = decided.setting.device, min(_CONTEXT, config.max_positions)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from tightwire import remote
-from tightwire.option import option, options_of
+from tightwire.option import as_utf8, option, options_of
 from tightwire.option_flags import add_flags, make_options
 from tightwire.progress import Speed
 from tightwire.remote import Conversation, RemoteError
@@ -28,11 +28,11 @@ class ChatOptions:
     """The flags of ``chat``."""
 
     url: str = option("http://127.0.0.1:8000", "the server", metavar="URL")
-    model: str | None = option(None, "the model to talk to (the first one the server lists)", metavar="NAME")
+    model: str | None = option(None, "the model (the first one the server lists)", metavar="NAME", parse=as_utf8)
     api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY")
-    system: str | None = option(None, "a system message that heads the conversation", metavar="TEXT")
-    temperature: float | None = option(0.2, "0: always the most likely token", metavar="T")
-    max_tokens: int | None = option(None, "longest answer (the server's default)", metavar="N")
+    system: str | None = option(None, "a message that heads the conversation", metavar="TEXT", parse=as_utf8)
+    temperature: float | None = option(0.2, "0: always the most likely token", metavar="T", least=0, most=2)
+    max_tokens: int | None = option(None, "longest answer (the server's default)", metavar="N", least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _talk(conversation) if sys.stdin.isatty() else _answer_lines(conversation, sys.stdin)
     except RemoteError as error:
         return refuse("chat", error, exit_code=1)
-    except KeyboardInterrupt:
-        return 130
 
 
 def _talk(conversation: Conversation) -> int:

@@ -36,7 +36,4 @@ def generate(argv: Sequence[str]) -> int:
         progress.stage("import", 0.0)
         with interrupts_end_at_once(), importing():
             from tightwire.server.cli import offline
-        try:
-            return offline.generate(config, ranks, progress, answer)
-        except KeyboardInterrupt:
-            return 130
+        return offline.generate(config, ranks, progress, answer)

@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from tightwire.comm.group.numa import describe_numbers
 from tightwire.kernels.cpu.library import level
+from tightwire.model.open import Checkpoint
+from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.parent_death import process_age_s
 from tightwire.progress import Progress
 from tightwire.server.api.answer import unless
@@ -106,13 +107,13 @@ class _Server:
 
     async def _load(self, engine: RankedEngine) -> None:
         """Load the model; returns when the engine can answer. ValueError: the model or the options are refused."""
-        options, http = self._config.model, self._config.http
+        options = self._config.model
         checkpoint, decision, tokenizer = await engine.start()
         planned = decision.plan.adapters
         info = ModelInfo(
             name=next(iter(options.served_model_name), checkpoint.name),
             other_names=options.served_model_name[1:],
-            sampling=_sampling(checkpoint.generation) if http.generation_config == "auto" else {},
+            sampling=take_defaults(self._config, checkpoint, tokenizer),
             plan=decision.plan,
             vocab_size=checkpoint.config.vocab_size,
             root=checkpoint.location,
@@ -125,14 +126,6 @@ class _Server:
         )
         if taken := next(filter(info.adapter, info.names), None):
             raise ValueError(f"--lora {taken}: the base model has this name; give another, or --served-model-name")
-        if http.chat_template is not None:
-            try:
-                template = Path(http.chat_template).expanduser().read_text()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"--chat-template {http.chat_template}: cannot be read: {error}") from None
-            tokenizer.use_template(template, f"--chat-template {http.chat_template}")
-        elif tokenizer.chat_template is not None:
-            tokenizer.use_template(tokenizer.chat_template, tokenizer.template_origin)  # an error in it is known now
         self._holder.fill(info=info, tokenizer=tokenizer)
         await engine.wait_ready()
         if self._member:
@@ -188,9 +181,18 @@ class _Server:
             os._exit(128 + number)
 
 
-def _sampling(generation: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling fields of a generation_config.json. ValueError: a request with such a value would be refused."""
-    given = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+def take_defaults(config: ServeConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, float]:
+    """Compile the chat template; return the sampling fields of the model's generation_config.json. ValueError: one is refused."""
+    if (flag := config.http.chat_template) is not None:
+        try:
+            template = Path(os.path.expanduser(flag)).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat-template {flag}: cannot be read: {error}") from None
+        tokenizer.use_template(template, f"--chat-template {flag}")
+    elif tokenizer.chat_template is not None:
+        tokenizer.use_template(tokenizer.chat_template, tokenizer.template_origin)
+    names = _SAMPLING if config.http.generation_config == "auto" else ()
+    given = {name: checkpoint.generation[name] for name in names if checkpoint.generation.get(name) is not None}
     try:
         check_fields(given, SamplingBody)
     except ApiError as error:
@@ -216,7 +218,7 @@ def ready_lines(info: ModelInfo, decision: Decision, ready: Mapping[int, Ready])
         sums = ("in each stage: " if plan.is_pipeline else "") + _joined(describe_choices(comm.choices))
     num_tokens = min(budget.shape.tokens(plan.num_blocks), plan.num_blocks * BLOCK_SIZE)
     memory = [f"{need} in {name}" for name, need in budget.needs()]
-    memory.append(f"weights {format_bytes(sum(rank.weight_bytes for rank in ready.values()))}")
+    memory.append(f"weights {format_bytes(sum(rank.weights for rank in budget.ranks))}")
     each = " of each replica" if plan.num_replicas > 1 else ""
     memory.append(f"{plan.kv_dtype} KV cache for {num_tokens} tokens{each}")
     if plan.adapters is not None:
@@ -251,7 +253,7 @@ def describe_ranks(decision: Decision, ready: Mapping[int, Ready]) -> str:
     return "\n".join(
         f"rank {rank_name(rank, len(shards), num_replicas)}: {shard.local_heads} heads, {shard.local_kv_heads} KV heads, "
         f"{len(shard.mlp_columns)} MLP columns, {len(shard.vocab_rows)} vocabulary rows; "
-        f"{format_bytes(ready[rank].weight_bytes)} of weights, at most "
+        f"{format_bytes(decision.budget.ranks[rank].weights)} of weights, at most "
         f"{format_bytes(ready[rank].peak_host_bytes)} of host memory so far"
         + (f"; on cores {describe_numbers(cores)}" if (cores := ready[rank].cores) else "")
         + (f"; memory of NUMA node {', '.join(map(str, nodes))}" if (nodes := ready[rank].numa_nodes) else "")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from tightwire.model.checkpoint.header import has_copy
+from tightwire.parent_death import clean_up_at_signals
 from tightwire.progress import START_STAGES, Progress, importing
 from tightwire.server.cli.start import check_machine, interrupts_end_at_once, refuse, say, start_ranks
 from tightwire.server.config.flags import make_parser, parse
@@ -39,6 +40,8 @@ def serve(argv: Sequence[str]) -> int:
         return refuse("serve", error, exit_code=1 if isinstance(error, NotNowError) else 2)
     with listener, ExitStack() as stack:
         stack.callback(remove_socket, config.http)
+        if config.http.uds is not None:  # a signal ends the process without the stack, until asyncio handles signals
+            clean_up_at_signals(lambda: remove_socket(config.http))
         try:
             ranks = start_ranks(config, stack, place)
         except ValueError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import open_wire
 from tightwire.kernels.cpu.library import available
-from tightwire.option import REQUIRED, option, require
+from tightwire.option import REQUIRED, as_utf8, option, require
 from tightwire.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.place import HostPlace
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 class AnswerOptions:
     """The arguments of ``generate`` alone."""
 
-    prompt: str = option(REQUIRED, "the text to continue; with --chat, a message", metavar="PROMPT", flag="prompt")
+    prompt: str = option(
+        REQUIRED, "the text to continue; with --chat, a message", metavar="PROMPT", flag="prompt", parse=as_utf8
+    )
     max_tokens: int = option(128, "tokens to add", metavar="N", least=1)
-    temperature: float = option(0.0, "0: always the most likely token", metavar="T", least=0)
+    temperature: float = option(0.0, "0: always the most likely token", metavar="T", least=0, most=2)
     chat: bool = option(False, "send PROMPT as a user's message, in the model's chat template")
     lora: str | None = option(None, "answer with this LoRA adapter, a folder that PEFT wrote", metavar="FOLDER")
 

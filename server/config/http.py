@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from tightwire.option import MAX_SECONDS, option, require
+from tightwire.option import MAX_SECONDS, option, require, require_declared
 
 _ORIGIN = re.compile(r"\*|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+")
 
@@ -18,7 +18,7 @@ class HttpOptions:
     """The HTTP server: address, access, limits, log."""
 
     host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
-    port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N")
+    port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N", least=0, most=65535)
     uds: str | None = option(None, "Unix socket to listen on, in place of --host and --port", metavar="PATH")
     ssl_certfile: str | None = option(
         None, "certificate chain in PEM format; the server then speaks HTTPS. Needs --ssl-keyfile", metavar="FILE"
@@ -47,7 +47,7 @@ class HttpOptions:
         "origins whose pages may call this server from a browser, such as https://a.example, with commas between; * allows all",
         metavar="ORIGIN",
     )
-    max_queued_requests: int = option(256, "most sequences that wait or run; more get status 429", metavar="N")
+    max_queued_requests: int = option(256, "most sequences that wait or run; more get status 429", metavar="N", least=1)
     strict_fields: bool = option(
         False,
         "refuse requests with unknown fields (status 400) instead of ignoring them. Ignored fields are named in the response "
@@ -72,31 +72,35 @@ class HttpOptions:
         "the extra `otel`. The OTEL_* variables apply; OTEL_EXPORTER_OTLP_ENDPOINT is the default",
         metavar="URL",
     )
-    shutdown_grace_s: float = option(30.0, "time for running requests to finish after SIGTERM", metavar="S")
+    shutdown_grace_s: float = option(
+        30.0, "time for running requests to finish after SIGTERM", metavar="S", least=0, most=MAX_SECONDS
+    )
     log_level: str = option(
         "info", "info: a few lines at start, then warnings; debug: every decision, stage and rank", ("info", "debug")
     )
 
     def __post_init__(self) -> None:
-        require(0 <= self.port <= 65535, "port", self.port, "0 to 65535")
+        require_declared(self)
+        try:
+            self.host.encode("idna")  # as resolving it does
+        except UnicodeError:
+            require(False, "host", self.host, "an address or the name of a host")
         # An unset variable in a script must not become an empty key or path.
         require(self.api_key != "", "api_key", self.api_key, "left out, or not empty")
         for name in ("uds", "ssl_certfile", "ssl_keyfile", "api_key_file", "request_log", "chat_template"):
-            require(getattr(self, name) != "", name, "", "a path, or left out")
+            path = getattr(self, name)
+            require(path is None or "\0" not in (path or "\0"), name, path, "a path, or left out")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             given, missing = ("certfile", "keyfile") if self.ssl_keyfile is None else ("keyfile", "certfile")
             raise ValueError(f"--ssl-{given} needs --ssl-{missing}; give both for HTTPS")
         for origin in self.cors_origin:
-            valid = _ORIGIN.fullmatch(origin) is not None
-            require(valid, "cors_origin", origin, "* or SCHEME://HOST[:PORT] without a path")
+            want = "* or SCHEME://HOST[:PORT] without a path"
+            require(_ORIGIN.fullmatch(origin) is not None, "cors_origin", origin, want)
         if self.request_log_prompts and self.request_log is None:
             raise ValueError("--request-log-prompts needs --request-log FILE")
         url = self.otlp_endpoint
         valid = url is None or re.match("https?://[^/]", url) is not None
         require(valid, "otlp_endpoint", url, "an http:// or https:// address")
-        require(self.max_queued_requests >= 1, "max_queued_requests", self.max_queued_requests, "at least 1")
-        grace_s = self.shutdown_grace_s
-        require(0 <= grace_s <= MAX_SECONDS, "shutdown_grace_s", grace_s, f"0 to {MAX_SECONDS:g}")
 
     @property
     def needs_key(self) -> bool:

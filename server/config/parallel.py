@@ -129,7 +129,8 @@ class ParallelOptions:
         self._check_stages()
         if (shares := self.tp_split) is not None:
             require(len(shares) == self.tp, "tp_split", shares, f"one number for each of the {self.tp} ranks")
-            require(all(0 < share < math.inf for share in shares), "tp_split", shares, "finite and above 0")
+            most, want = 1000 * min(shares), "finite and above 0, none more than 1000 times another"
+            require(all(0 < share <= most < math.inf for share in shares), "tp_split", shares, want)
 
     def _check_stages(self) -> None:
         try:

@@ -179,7 +179,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """This rank has loaded and warmed up. The fields are for the log."""
 
     rank: int
-    weight_bytes: int
     peak_host_bytes: int
     comm: CommSetup | None = None
     cores: tuple[int, ...] = ()  # the cores it is bound to; empty: none

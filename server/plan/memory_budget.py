@@ -1,7 +1,7 @@
 """Computes before loading whether the model fits, and how much KV cache the remaining memory holds.
 
-Every rank has the same number of cache blocks, so the tightest pool decides: on a CPU the host's memory, with CUDA each
-device's. With ``--kv-offload`` the cache takes host memory, and two buffers of some blocks take device memory.
+Every rank has the same number of cache blocks, so the tightest pool decides: on a CPU the host's memory or what a rank may use of
+it, with CUDA each device's. With ``--kv-offload`` the cache takes host memory, and two buffers of some blocks take device memory.
 """
 
 import math
@@ -144,14 +144,14 @@ def make_budget(
 
 
 def _host_pool(inputs: MemoryInputs, plan: WeightPlan, ranks: Sequence[RankBytes]) -> tuple[Pool | None, int]:
-    """The host memory left for the cache (None on a CPU, which has only one pool), and the blocks that fit."""
-    block_bytes = sum(rank.block for rank in ranks)
+    """The host memory left for the cache (None on a CPU, whose pools hold it), and the blocks that fit."""
     if inputs.device == "cpu":
-        return None, _left_bytes(ranks, inputs.pools[0]) // (block_bytes + sum(rank.buffer for rank in ranks))
+        both = [replace(rank, buffer=rank.block + rank.buffer) for rank in ranks]  # they lie in one memory
+        return None, min(_fitting_blocks(both, pool) for pool in inputs.pools)
     on_host = inputs.num_replicas * sum(size.on_host(plan) for size in inputs.weight_sizes(plan.codec))
     free = max(0, inputs.host_bytes - on_host)
     pool = Pool(name="host memory, for the KV cache", available_bytes=free, ranks=range(len(ranks)))
-    return pool, free // block_bytes
+    return pool, free // sum(rank.block for rank in ranks)
 
 
 def describe_offload(budget: MemoryBudget, inputs: MemoryInputs) -> tuple[str, ...]:

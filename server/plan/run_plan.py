@@ -284,21 +284,19 @@ def _policies(own: str, comm: CommDecision | None, library: CommDecision | None)
 def _pools(config: ServeConfig, decided: DecidedSetting) -> list[Pool]:
     """The memory pools of this host's ranks: each host decides for its own memory, and node 0 takes the smallest cache."""
     hosts, most_bytes = config.hosts, config.weights.device_memory
-    of_all = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank"
     per_host, node = config.parallel.num_ranks // (hosts.nnodes or 1), hosts.node_rank or 0
     own = range(node * per_host, (node + 1) * per_host)
     if decided.setting.device == "cpu":
-        free = available_host_bytes()
-        free = free if most_bytes is None else min(free, per_host * most_bytes)
         of_node = f" of node {node}" if hosts.several else ""
-        return [Pool(name=f"host memory{of_node}{of_all}", available_bytes=free, ranks=own)]
-    return [
-        Pool(
-            name=f"cuda:{rank} ({gpu.name}{of_all})",
-            available_bytes=min(gpu.free_bytes, most_bytes or gpu.free_bytes),
-            ranks=range(rank, rank + 1),
-        )
-        for rank, gpu in zip(own, decided.gpus, strict=False)
+        shared = [Pool(name=f"host memory{of_node}", available_bytes=available_host_bytes(), ranks=own)]
+        each = [] if most_bytes is None else [(f"--device-memory of rank {rank}", most_bytes) for rank in own]
+    else:
+        limit, shared = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank", []
+        named = [(f"cuda:{rank} ({gpu.name}{limit})", gpu) for rank, gpu in zip(own, decided.gpus, strict=False)]
+        each = [(name, min(gpu.free_bytes, most_bytes or gpu.free_bytes)) for name, gpu in named]
+    alone = [range(rank, rank + 1) for rank in own]
+    return shared + [
+        Pool(name=name, available_bytes=n, ranks=rank) for (name, n), rank in zip(each, alone, strict=False)
     ]
 
 
@@ -317,7 +315,7 @@ def plan_adapters(options: AdapterOptions, model: LlamaConfig) -> AdapterPlan | 
     """Return the slots and what they hold at start; None: adapters are off. ModelError: an adapter is refused."""
     if not options.num_slots:
         return None
-    opened = [(name, open_adapter(Path(folder).expanduser().resolve(), model)) for name, folder in options.named]
+    opened = [(name, open_adapter(Path(os.path.expanduser(folder)).resolve(), model)) for name, folder in options.named]
     max_rank = options.slot_rank(max((adapter.rank for _, adapter in opened), default=0))
     for name, adapter in opened:
         if adapter.rank > max_rank:

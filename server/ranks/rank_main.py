@@ -30,13 +30,12 @@ from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.cache.kv_cache import OffloadedCache
 from tightwire.model.layer_groups import LayerGroups
-from tightwire.model.layout import Layout, stage_model
+from tightwire.model.layout import Layout
 from tightwire.model.open import Checkpoint, formats_of, open_checkpoint
 from tightwire.model.runner import ModelRunner
 from tightwire.model.sampling.grammar import GrammarMasks
 from tightwire.model.weights import EVERYTHING_RESIDENT
 from tightwire.model.weights.formats import WeightFormats, split_model
-from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights.streamed import StreamedWeights
 from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.parallel import CODED_DTYPE
@@ -112,14 +111,9 @@ def run(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
         with contextlib.closing(loop):
             with reporter.stage("warm-up"):
                 loop.warm_up()
-            if plan.stages is not None and plan.stages.pipeline:
-                model = stage_model(model, plan.stages.of(joining.stage))
-            shard = layout.shards[identity.rank % work.config.parallel.tp]
-            sizes = WeightSizes(model, shard, formats, getattr(torch, plan.dtype), plan.weights.codec)
             reporter.send(
                 Ready(
                     rank=identity.rank,
-                    weight_bytes=sizes.in_pool(plan.weights, plan.device),
                     peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                     comm=msgspec.structs.replace(comm, link=link),
                     cores=place.cores,

@@ -1,6 +1,9 @@
 """The command line: finds the verb in one table and imports only what that verb needs."""
 
 import importlib
+import io
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -37,9 +40,50 @@ _FIRST = """
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Exit codes: 0 done, 1 failed while running, 2 refused before anything was started,
-    130 interrupted.
+    130 interrupted, 141 nobody reads the output any more.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_streams()
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130  # as shells report it; whoever pressed Ctrl-C knows
+    except OSError as error:
+        if not (broken := [number for number in (1, 2) if _is_broken(number, error)]):
+            raise
+        for number in broken:  # what is still buffered cannot be written either when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE  # as shells report it: `| head` has read enough
+        sys.stderr.write(f"tightwire: the output cannot be written: {error.strerror}\n")
+        return 1
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null in place of a closed stream. Bytes that are no text are read, and characters the terminal lacks are escaped."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until the process ends
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def _is_broken(number: int, error: OSError) -> bool:
+    """Whether standard output or error (1, 2) is why ``error`` was raised: a further write to it fails alike."""
+    stream = sys.stdout if number == 1 else sys.stderr
+    try:
+        stream.flush()  # what could not be written is still in the buffer
+        if number == 1 and getattr(stream, "write_through", False):  # with PYTHONUNBUFFERED it is not
+            os.write(number, b"\n")
+    except OSError as again:
+        return again.errno == error.errno
+    return False
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not arguments:
         sys.stdout.write(f"{tightwire.__doc__}\n{_FIRST}")
         return 0
@@ -54,10 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"tightwire: unknown verb {verb!r}{suggest(verb, VERBS)}\n")
         return 2
     module, function = VERBS[verb][0].split(":")
-    try:
-        return getattr(importlib.import_module(module), function)(rest)
-    except KeyboardInterrupt:
-        return 130  # as shells report it; whoever pressed Ctrl-C knows
+    return getattr(importlib.import_module(module), function)(rest)
 
 
 def _usage() -> str:

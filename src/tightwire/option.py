@@ -8,6 +8,8 @@
 """
 
 import difflib
+import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from typing import Any
@@ -25,6 +27,7 @@ def option(
     parse: Callable[[str], Any] | None = None,
     flag: str = "",
     least: float | None = None,
+    most: float | None = None,
     above: float | None = None,
     unique: bool = False,
     repeated: bool = False,
@@ -40,7 +43,7 @@ def option(
         parse: makes the value from its text. Without it the field's type does: str, int, float, bool, Path, or a tuple of str,
             int or float, separated by commas.
         flag: by default the field's name with dashes. Without leading dashes it is a positional argument.
-        least, above: limits of a number, or of each number of a tuple; ``above`` also refuses infinity.
+        least, most, above: limits of a number, or of each number of a tuple; ``least`` and ``above`` also refuse infinity.
         unique: keeps each value of a tuple once.
         repeated: the flag may be given several times, and a YAML file may have a list.
         nargs, const: argparse's, for a flag that takes several values, and for the value of a flag without an argument.
@@ -49,7 +52,7 @@ def option(
     if const is not None or (flag and not flag.startswith("-") and default is not REQUIRED):
         nargs = "?"
     metadata = {"help": help, "choices": tuple(choices), "metavar": metavar, "parse": parse, "flag": flag}
-    metadata |= {"least": least, "above": above, "unique": unique}
+    metadata |= {"least": least, "most": most, "above": above, "unique": unique}
     metadata |= {"repeated": repeated, "nargs": nargs, "const": const}
     if default_factory is not None:
         return field(default_factory=default_factory, metadata=metadata)
@@ -76,11 +79,36 @@ def require_seconds(name: str, value: float) -> None:
 
 
 def require_declared(options: Any) -> None:
-    """Raise ValueError unless each value of an instance of such a class is one of its choices, and its least or more."""
+    """Raise ValueError unless each value of an instance of such a class is one of its choices, and within its limits."""
     for own in fields(options):
-        value, choices, least = getattr(options, own.name), own.metadata["choices"], own.metadata["least"]
+        value, choices = getattr(options, own.name), own.metadata["choices"]
         require(not choices or value in choices, own.name, value, f"one of {', '.join(choices)}")
-        require(least is None or value is None or value >= least, own.name, value, f"at least {least}")
+        if isinstance(value, int | float) and (want := limits_missed(own, value)):
+            require(False, own.name, value, want)
+
+
+def limits_missed(own: Field[Any], value: float) -> str:
+    """Describe the limits that a number of the option ``own`` is not within; empty if it is. NaN is within none."""
+    least, most, above = (own.metadata[name] for name in ("least", "most", "above"))
+    if above is not None and not above < value < math.inf:
+        return f"above {above:g}"
+    if (least is None or least <= value < math.inf) and (most is None or value <= most):
+        return ""
+    if least is None or most is None:
+        return f"at most {most:g}" if least is None else f"at least {least:g}" + " and finite" * (value == math.inf)
+    return f"{least:g} to {most:g}"
+
+
+def as_utf8(text: str) -> str:
+    """``text`` of an argument or of standard input, read as UTF-8 where the locale is not. ValueError: it is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # it has bytes that the locale's encoding could not read
+        try:
+            return os.fsencode(text).decode()
+        except UnicodeError:
+            raise ValueError(f"{text!r} is not UTF-8; give text in UTF-8") from None
+    return text
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:

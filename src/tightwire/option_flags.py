@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import math
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar
 
-from tightwire.option import REQUIRED, flag_of, options_of, suggest
+from tightwire.option import REQUIRED, flag_of, limits_missed, options_of, suggest
 from tightwire.sizes import format_bytes
 
 Fields = Mapping[str, Field[Any]]
@@ -73,7 +72,8 @@ def convert(field: Field[Any], value: object) -> Any:
     elif kind in _KINDS:
         value = _plain(kind, value, _KINDS[kind])
     for number in value if isinstance(value, tuple) else (value,):
-        _check_limits(number, metadata["least"], metadata["above"])
+        if want := limits_missed(field, number) if isinstance(number, int | float) else "":
+            raise _wrong(want, number)
     return value
 
 
@@ -103,16 +103,12 @@ def _plain(kind: type, value: object, want: str) -> Any:
         if isinstance(value, kind):
             return value
     elif isinstance(value, (str, int, kind)) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, TypeError):
-            return kind(value)
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            made = kind(value)
+            if kind is not int or -(1 << 63) <= made < 1 << 63:
+                return made
+            want = f"{want} of at most 64 bits"
     raise _wrong(want, value)
-
-
-def _check_limits(value: Any, least: float | None, above: float | None) -> None:
-    if least is not None and not value >= least:
-        raise ValueError(f"must be at least {least:g}, got {value:g}")
-    if above is not None and not above < value < math.inf:
-        raise ValueError(f"must be above {above:g}, got {value:g}")
 
 
 def _wrong(want: str, value: object) -> ValueError:

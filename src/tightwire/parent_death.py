@@ -1,10 +1,14 @@
-"""Ends a child process when its parent dies, and a parent of several hosts that stays stopped; reads /proc of both."""
+"""Ends a child process when its parent dies, and a parent of several hosts that stays stopped; reads /proc of both.
+
+Two functions say what the signals of terminals and service managers do: nothing in a child, and a clean-up before they end a parent.
+"""
 
 import ctypes
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _LIBC = ctypes.CDLL(None)  # loaded here: code between fork and exec must not load libraries
@@ -21,6 +25,18 @@ def ignore_terminal_signals() -> None:
     """Ignore the signals that terminals and service managers send to every process: the parent ends its children."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+
+
+def clean_up_at_signals(clean_up: Callable[[], None]) -> None:
+    """Call ``clean_up`` when Ctrl-C or SIGTERM is about to end this process. Valid until another handler is set. Main thread only."""
+
+    def end(number: int, frame: object) -> None:  # raises nothing: during imports an exception may be lost
+        clean_up()
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
 
 
 def die_at_end_of_stdin() -> None:

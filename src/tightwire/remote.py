@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from tightwire.option import as_utf8
+
 CONNECT_TIMEOUT_S = 10.0
 _READ_TIMEOUT_S = 300.0  # longest silence within an answer
 _ERROR_CHARS = 500  # of a body that is not an OpenAI error: enough to recognise a proxy's page
@@ -62,9 +64,15 @@ class SseDecoder:
 
 def api_base(url: str, flag: str = "--url") -> str:
     """The URL with /v1: accepts ``http://host:8000``, with or without a slash or /v1."""
-    parsed = httpx.URL(url if "://" in url else f"http://{url}")
+    wrong = RemoteError(f"{flag} must look like http://127.0.0.1:8000, got {url!r}")
+    try:
+        parsed = httpx.URL(url if "://" in url else f"http://{url}")
+    except (httpx.InvalidURL, ValueError):
+        raise wrong from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise RemoteError(f"{flag} must look like http://127.0.0.1:8000, got {url!r}")
+        raise wrong
+    if parsed.port is not None and not 1 <= parsed.port <= 65535:
+        raise RemoteError(f"{flag} must have a port from 1 to 65535, got {url!r}")
     return str(parsed).rstrip("/").removesuffix("/v1").rstrip("/") + "/v1"
 
 
@@ -81,6 +89,8 @@ def is_loopback(url: str) -> bool:
 def connect(url: str, *, model: str | None = None, api_key: str | None = None, flag: str = "--url") -> Remote:
     """Ask the server for its models, and choose one. ``flag``: the option that named it, for errors. RemoteError: no answer, a refused key, not ready, or no such model."""
     base = api_base(url, flag)
+    if api_key and not api_key.isascii():
+        raise RemoteError("--api-key must be ASCII; give the key as the server has it")
     headers, proxied = {"Authorization": f"Bearer {api_key}"} if api_key else {}, not is_loopback(base)
     try:
         response = httpx.get(f"{base}/models", headers=headers, timeout=CONNECT_TIMEOUT_S, trust_env=proxied)
@@ -176,8 +186,11 @@ class Conversation:
     num_tokens: int | None = None  # of the last answer, if the server says it
 
     def answer(self, text: str) -> Generator[str, None, None]:
-        """Send ``text``; yields the answer. Keeps a partial one; removes a question without any. Raises RemoteError."""
-        self.turns.append({"role": "user", "content": text})
+        """Send ``text``; yields the answer. Keeps a partial one; removes a question without any. RemoteError: no answer, or ``text`` is not UTF-8."""
+        try:
+            self.turns.append({"role": "user", "content": as_utf8(text)})
+        except ValueError as error:
+            raise RemoteError(str(error)) from None
         parts: list[str] = []
         self.num_tokens = None
         try:

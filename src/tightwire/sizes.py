@@ -17,7 +17,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _BY_LOWER_NAME:
         raise ValueError(f"{text!r} is not a size; write it as 2GiB, 512MB or 1048576")
-    return int(float(match[1]) * _BY_LOWER_NAME[match[2].lower()])
+    size = float(match[1]) * _BY_LOWER_NAME[match[2].lower()]
+    if size >= 1 << 63:
+        raise ValueError(f"{text!r} is more than any machine holds; give less than 8388608TiB, such as 2GiB")
+    return int(size)
 
 
 def parse_memory(text: str) -> int:

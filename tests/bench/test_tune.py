@@ -256,10 +256,11 @@ def test_an_algorithm_with_a_wrong_answer_is_recorded_as_wrong() -> None:
     assert set(measured.rows()) == {"ring"}
 
 
-def test_ctrl_c_leaves_no_file_and_no_process(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_leave_no_file_and_no_process(number: signal.Signals, model: Path, tmp_path: Path) -> None:
     tuning = subprocess.Popen(
         [sys.executable, "-m", "tightwire", "tune", *flags(model, "--seconds", "600", "--allow-busy")],
-        env={**os.environ, "PYTHONPATH": str(_SOURCE), "XDG_CACHE_HOME": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(_SOURCE), "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -269,10 +270,10 @@ def test_ctrl_c_leaves_no_file_and_no_process(model: Path, tmp_path: Path) -> No
     while len(_session(tuning.pid)) < 4 and time.monotonic() < deadline:
         time.sleep(0.1)  # itself, the fork server and two ranks
     assert len(_session(tuning.pid)) >= 4
-    tuning.send_signal(signal.SIGINT)
+    tuning.send_signal(number)
     _, err = tuning.communicate(timeout=120)
     assert tuning.returncode == 130 and "interrupted" in err and "Traceback" not in err, err
-    assert list(tmp_path.rglob("*.json")) == []
+    assert list(tmp_path.rglob("*.json")) == list(tmp_path.glob("pymp-*")) == []
     while _session(tuning.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert _session(tuning.pid) == []

@@ -1,6 +1,8 @@
 """The table of verbs: what loads for a help text, refusals, and exit codes."""
 
+import errno
 import os
+import signal
 import subprocess
 import sys
 
@@ -82,3 +84,44 @@ def test_ctrl_c_anywhere_in_a_verb_is_exit_code_130(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(pull, "pull", interrupted)
     assert main(["pull"]) == 130
+
+
+def _shell(command: str, buffered: bool = True) -> tuple[int, str, str]:
+    """Exit code, output and errors of ``command``, in which $TIGHTWIRE is this program; the code of a pipe's first part."""
+    environment = {"PYTHONPATH": str(SOURCE), "TIGHTWIRE": f"{sys.executable} -m tightwire"}
+    environment["PYTHONUNBUFFERED"] = "" if buffered else "1"
+    command = f'{command}; exit "${{PIPESTATUS[0]}}"'
+    done = subprocess.run(
+        ["bash", "-c", command], env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_full_disk_is_one_line(buffered: bool) -> None:
+    code, _, errors = _shell("$TIGHTWIRE --help >/dev/full", buffered)
+    assert (code, errors) == (1, "tightwire: the output cannot be written: No space left on device\n")
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_when_nobody_reads_the_output_the_program_ends_silently(buffered: bool) -> None:
+    code, _, errors = _shell("(sleep 0.5; $TIGHTWIRE --help) | true", buffered)
+    assert (code, errors) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("serve --help >&-", 0), ("swim 2>&-", 2), ("chat --url http://127.0.0.1:9 <&-", 1), ("swim <&- >&- 2>&-", 2)],
+)
+def test_closed_streams_are_no_fault(command: str, code: int) -> None:
+    given, _, errors = _shell(f"$TIGHTWIRE {command}")
+    assert given == code and "Traceback" not in errors
+
+
+def test_other_failures_of_the_system_are_not_taken_for_those_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(argv: list[str]) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "/some/file")
+
+    monkeypatch.setattr(pull, "pull", failing)
+    with pytest.raises(OSError, match="/some/file"):
+        main(["pull"])

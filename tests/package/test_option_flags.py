@@ -1,13 +1,17 @@
 """Declared options become flags, and texts and values of files become their types."""
 
 import argparse
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.server.command import SOURCE
 
-from tightwire.option import REQUIRED, option, options_of
+from tightwire.option import REQUIRED, as_utf8, limits_missed, option, options_of
 from tightwire.option_flags import add_flags, convert, make_options
 from tightwire.sizes import parse_bytes
 
@@ -42,6 +46,8 @@ class Swim:
     lane: str = option("any", "which", flag="lane")
     towel: str = option(REQUIRED, "its color")
     laps: tuple[int, ...] = option((1, 4), "how many", least=1, unique=True)
+    depth: float = option(1.0, "in metres", least=0)
+    heat: float = option(0.2, "of the water", least=0, most=2)
     pauses: tuple[float, ...] = option((), "between laps", above=0)
     size: int | None = option(1 << 20, "of the towel", metavar="BYTES", parse=parse_bytes)
     shower: str | None = option(None, "before", const="cold")
@@ -83,6 +89,10 @@ def test_a_flag_has_the_type_of_its_field(argv: list[str], name: str, value: obj
         (["p"], "the following arguments are required: --towel"),
         (["p", "--towel", "none"], "--towel must be a color"),
         (["p", "--laps", "0,1"], "argument --laps: must be at least 1, got 0"),
+        (["p", "--depth", "inf"], "argument --depth: must be at least 0 and finite, got inf"),
+        (["p", "--depth", "nan"], "argument --depth: must be at least 0, got nan"),
+        (["p", "--heat", "3"], "argument --heat: must be 0 to 2, got 3.0"),
+        (["p", "--heat", "nan"], "argument --heat: must be 0 to 2, got nan"),
         (["p", "--laps", "1,,2"], "argument --laps: must be whole numbers with commas between, got ''"),
         (["p", "--pauses", "inf"], "argument --pauses: must be above 0, got inf"),
         (["p", "--size", "big"], "argument --size: 'big' is not a size"),
@@ -110,7 +120,16 @@ def test_an_option_in_a_file(name: str, value: object, wanted: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("laps", [0]), ("laps", [True]), ("size", 1.5), ("size", True), ("pool", 3)]
+    ("name", "value"),
+    [
+        ("laps", [0]),
+        ("laps", [True]),
+        ("laps", [1 << 63]),
+        ("depth", 10**400),
+        ("size", 1.5),
+        ("size", True),
+        ("pool", 3),
+    ],
 )
 def test_wrong_options_in_a_file(name: str, value: object) -> None:
     with pytest.raises(ValueError, match="must be"):
@@ -129,3 +148,19 @@ def test_help_shows_placeholders_and_defaults(capsys: pytest.CaptureFixture[str]
     ):
         assert words in text
     assert "--shower [NAME] before --day N of the year" in text
+
+
+def test_the_limits_of_a_number() -> None:
+    own = options_of(Swim)
+    assert [limits_missed(own["heat"], number) for number in (0, 2, 2.1)] == ["", "", "0 to 2"]
+    assert [limits_missed(own["pauses"], number) for number in (0.1, 0, float("inf"))] == ["", "above 0", "above 0"]
+
+
+def test_text_of_arguments_is_utf8_whatever_the_locale() -> None:
+    assert as_utf8("Ünï") == "Ünï"
+    with pytest.raises(ValueError, match=r"'a\\udcff' is not UTF-8; give text in UTF-8"):
+        as_utf8("a\udcff")  # as Python reads the byte 0xff of an argument
+    code = "import sys; from tightwire.option import as_utf8; sys.stdout.buffer.write(as_utf8(sys.argv[1]).encode())"
+    ascii = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", code, "Ünï"], env=os.environ | ascii, capture_output=True, check=True)
+    assert done.stdout.decode() == "Ünï"

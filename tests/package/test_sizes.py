@@ -29,6 +29,13 @@ def test_refuses_what_is_not_a_size(text: str) -> None:
         parse_bytes(text)
 
 
+@pytest.mark.parametrize("text", ["8388608TiB", "9" * 400])
+def test_refuses_more_than_any_machine_holds(text: str) -> None:
+    assert parse_bytes("8388607TiB") == 8388607 << 40
+    with pytest.raises(ValueError, match="is more than any machine holds; give less than 8388608TiB"):
+        parse_bytes(text)
+
+
 def test_memory_without_a_unit_is_refused() -> None:
     assert (parse_memory("576KiB"), parse_memory("1048576")) == (576 << 10, 1 << 20)
     for text, size in (("16", "16B"), ("2048", "2KiB")):

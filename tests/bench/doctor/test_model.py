@@ -1,6 +1,7 @@
 """``tightwire doctor MODEL``: formats, memory by the plan's own rules, a bound of the speed, and what is refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,24 @@ def test_what_is_not_supported_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert captured.out == "" and captured.err.count("\n") == 1 and "mixture of experts" in captured.err
     assert cli.main([str(folder), "--json"]) == 2
     assert "mixture of experts" in json.loads(capsys.readouterr().out)["unsupported"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "reason"),
+    [
+        ("generation_config.json", '{"temperature": -1}', "generation_config.json: temperature: .* got -1"),
+        ("chat_template.jinja", "{% for", "chat_template.jinja: line 1 of the chat template cannot be compiled"),
+    ],
+)
+def test_what_serve_refuses_is_not_approved(tmp_path: Path, file: str, text: str, reason: str) -> None:
+    folder = make_tiny(tmp_path / "m")
+    (folder / file).write_text(text)
+    assert re.search(reason, doctor.examine_model(str(folder)).unsupported)
+
+
+def test_an_empty_name_is_refused_as_serve_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([""]) == 2
+    assert "--model must be a name, a path or random:SHAPE, got ''" in capsys.readouterr().err
 
 
 def test_the_read_rate_is_measured_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,12 +90,54 @@ def test_an_unreachable_server_is_named(capsys: pytest.CaptureFixture[str]) -> N
     assert "no server answers at http://127.0.0.1:9/v1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--url", "http://[::1"], "--url must look like http://127.0.0.1:8000, got 'http://[::1'"),
+        (["--url", "http://exämple..test"], "--url must look like http://127.0.0.1:8000, got"),
+        (["--url", "http://a:999999"], "--url must have a port from 1 to 65535, got 'http://a:999999'"),
+        (["--api-key", "schlüssel"], "--api-key must be ASCII; give the key as the server has it"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 1
+    assert capsys.readouterr().err.startswith(f"tightwire chat: {says}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--temperature", "nan"], "--temperature: must be 0 to 2, got nan"),
+        (["--temperature", "inf"], "--temperature: must be 0 to 2, got inf"),
+        (["--system", "a\udcff"], "--system: 'a\\udcff' is not UTF-8"),
+    ],
+)
+def test_wrong_flags_end_with_exit_code_2(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(argv)
+    assert exit.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_piped_line_that_is_not_utf8_ends_the_chat() -> None:
+    with running(FakeServer()) as fake:
+        done = subprocess.run(
+            [sys.executable, "-m", "tightwire", "chat", "--url", fake.url],
+            input=b"first\nhi \xff\nthird\n",
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1 and len(fake.bodies) == 1
+    assert done.stderr == rb"tightwire chat: 'hi \udcff' is not UTF-8; give text in UTF-8" + b"\n"
+
+
 class Terminal:
     """The chat in a process of its own, on a real pseudo-terminal."""
 
     def __init__(self, url: str, home: Path) -> None:
         self._master, slave = pty.openpty()
-        code = "import sys; from tightwire.server.cli.chat import main; sys.exit(main())"
+        code = "import sys; from tightwire.__main__ import main; sys.exit(main(['chat', *sys.argv[1:]]))"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "--url", url],
             stdin=slave,
@@ -126,7 +168,7 @@ class Terminal:
         raise AssertionError(f"{until!r} did not come after Ctrl-C; seen: {self.seen!r}")
 
     def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
+        os.write(self._master, os.fsencode(text))
 
     def close(self) -> int:
         try:
@@ -170,6 +212,9 @@ def test_an_error_does_not_end_a_talk_at_the_terminal(tmp_path: Path) -> None:
             terminal.type("hello\n")
             terminal.expect("429: queue full")
             terminal.expect("> ")
+            terminal.type("h\udcff\n")  # a byte that is not UTF-8
+            terminal.expect("is not UTF-8")
+            terminal.expect("> ")
             fake.refuses = None
             terminal.type("hello again\n")
             terminal.expect("w0 w1")
@@ -180,3 +225,11 @@ def test_an_error_does_not_end_a_talk_at_the_terminal(tmp_path: Path) -> None:
 
     assert status == 0
     assert [turn["content"] for turn in fake.bodies[1]["messages"]] == ["hello again"]
+
+
+def test_closed_input_is_an_empty_one() -> None:
+    with running(FakeServer()) as fake:
+        command = f"{sys.executable} -m tightwire chat --url {fake.url} <&- >&-"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(["bash", "-c", command], env=environment, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr, fake.bodies) == (0, b"", [])

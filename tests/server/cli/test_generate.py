@@ -25,8 +25,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["hi", "--max-tokens", "0"], "must be at least 1"),
         (["hi", "--max-tokens", "1.5"], "must be a whole number"),
-        (["hi", "--temperature", "-1"], "must be at least 0"),
-        (["hi", "--temperature", "nan"], "must be at least 0"),
+        (["hi", "--temperature", "-1"], "must be 0 to 2"),
+        (["hi", "--temperature", "nan"], "must be 0 to 2"),
+        (["hi", "--temperature", "inf"], "must be 0 to 2, got inf"),
+        (["hi", "--temperature", "3"], "must be 0 to 2, got 3"),
+        (["a \udcff b"], "argument PROMPT: 'a \\udcff b' is not UTF-8"),
         ([], "PROMPT"),
         (["hi", "--port", "1"], "unknown argument '--port'"),
         (["hi", "--tp", "2", "--allreduce-extra", "ring"], "--allreduce-extra is for requests to `serve`"),

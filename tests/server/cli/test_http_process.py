@@ -1,7 +1,9 @@
 """What a started server takes from the model's folder and from flags: sampling defaults, chat template, names."""
 
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -10,6 +12,14 @@ from helpers.server.server_process import ServerProcess
 from tiny import make_tiny
 
 from tightwire.__main__ import main
+from tightwire.model.checkpoint.tensors import expected_tensors
+from tightwire.model.open import open_checkpoint
+from tightwire.model.weights.formats import WeightFormats
+from tightwire.server.cli.http_process import describe_ranks
+from tightwire.server.config.flags import make_config
+from tightwire.server.ipc.messages import Ready
+from tightwire.server.plan.run_plan import decide
+from tightwire.sizes import format_bytes
 
 _SMALL = ("--port", "0", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
 _CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
@@ -43,7 +53,7 @@ def test_sampling_defaults_template_and_names(tmp_path: Path) -> None:
     ("generation", "flags", "reason"),
     [
         ({"temperature": 3}, [], "generation_config.json: temperature: .* got 3; --generation-config none"),
-        ({}, ["--chat-template", "none.jinja"], "--chat-template none.jinja: cannot be read"),
+        ({}, ["--chat-template", "~no-such-user/a"], "--chat-template ~no-such-user/a: cannot be read: .*No such file"),
         (
             {"temperature": 3},
             ["--generation-config", "none", "--chat-template", "bad"],
@@ -66,3 +76,17 @@ def test_what_is_refused(
     assert main(["serve", str(model), *_SMALL, *flags]) == 2
     errors = capsys.readouterr().err
     assert re.search(reason, errors), errors
+
+
+def test_the_weights_of_a_rank_include_those_of_its_stage() -> None:
+    model, shown = replace(open_checkpoint("random:llama-3.2-1b").config, num_layers=4), []
+    for layout in ("tensor", "hybrid"):
+        config = make_config({"device": "cpu", "tp": 2, "layout": layout, "model": "random:llama-3.2-1b"})
+        decision = decide(config, model, WeightFormats())
+        ready = {rank: Ready(rank=rank, peak_host_bytes=1) for rank in (0, 1)}
+        weights = [rank.weights for rank in decision.budget.ranks]
+        lines = describe_ranks(decision, ready).splitlines()
+        assert [f"; {format_bytes(n)} of weights" in line for n, line in zip(weights, lines, strict=True)] == [True] * 2
+        shown.append(sum(weights))
+    layer_bytes = sum(math.prod(shape) for name, shape in expected_tensors(model) if ".layers.0." in name) * 2
+    assert shown[1] - shown[0] > 4 * layer_bytes / 2 * 0.9  # each rank has the other half of its stage's two layers

@@ -44,9 +44,11 @@ def test_what_the_options_alone_refuse_is_refused_before_torch_is_imported(argum
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
 
 
-@pytest.mark.parametrize("verb", ["serve", "generate"])
-def test_ctrl_c_during_imports_is_neither_lost_nor_a_traceback(verb: str, model: Path) -> None:
-    arguments = ["hello"] if verb == "generate" else ["--port", "0"]
+@pytest.mark.parametrize(("verb", "flag"), [("serve", "--port"), ("serve", "--uds"), ("generate", "")])
+def test_ctrl_c_during_imports_is_neither_lost_nor_a_traceback(
+    verb: str, flag: str, model: Path, tmp_path: Path
+) -> None:
+    arguments = {"--port": ["--port", "0"], "--uds": ["--uds", str(tmp_path / "socket")]}.get(flag, ["hello"])
     command = [sys.executable, "-m", "tightwire", verb, *arguments, "--model", str(model)]
     for delay_s in (0.15, 0.6):
         with subprocess.Popen(
@@ -60,6 +62,7 @@ def test_ctrl_c_during_imports_is_neither_lost_nor_a_traceback(verb: str, model:
             process.send_signal(signal.SIGINT)
             assert process.wait(30) in (-signal.SIGINT, 130, 0)
             assert process.stderr is not None and b"Traceback" not in process.stderr.read()
+            assert list(tmp_path.iterdir()) == []
 
 
 def _wait_for_main(pid: int) -> None:

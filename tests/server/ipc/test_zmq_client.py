@@ -142,7 +142,7 @@ async def test_what_rank_0_says_of_its_collectives_is_kept(client: ZmqEngineClie
     )
     for number in (1, 0, 1):
         comm, latencies = (setup, [latency]) if number == 0 else (None, [])
-        rank.send(Ready(rank=number, weight_bytes=1, peak_host_bytes=1, comm=comm))
+        rank.send(Ready(rank=number, peak_host_bytes=1, comm=comm))
         rank.send(Heartbeat(rank=number, step=1, doing="idle", busy_s=0, latencies=latencies))
     async with asyncio.timeout(5):
         while not client.comm_latencies:

@@ -34,6 +34,8 @@ def test_slots_follow_the_flags(tmp_path: Path) -> None:
         plan_adapters(AdapterOptions(lora=named, max_lora_rank=8), config)
     with pytest.raises(ModelError, match="has no adapter_config.json"):
         plan_adapters(AdapterOptions(lora=(f"x={tmp_path}",)), config)
+    with pytest.raises(ModelError, match="~no-such-user/x: has no adapter_config.json"):
+        plan_adapters(AdapterOptions(lora=("x=~no-such-user/x",)), config)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_a_long_warm_up_is_no_hang_when_the_rank_is_ready(clock: Clock) -> None:
     watch = Watch({0: 11}, rank_timeout_s=10, step_timeout_s=120, clock=clock)
     beat(watch, 0, step=2, busy_s=121)
     assert watch.check() is None
-    watch.heard(Ready(rank=0, weight_bytes=1, peak_host_bytes=1))
+    watch.heard(Ready(rank=0, peak_host_bytes=1))
     watch.serving = True
     assert watch.check() is None
 
