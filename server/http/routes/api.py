@@ -59,7 +59,8 @@ def api_router(serving: Serving) -> APIRouter:
     @router.post("/v1/messages/count_tokens", summary="Count the prompt tokens of a message")
     async def count_tokens(request: Request) -> Response:
         model, asked = await read(request, CountTokensBody)
-        chat = request_bodies.ChatBody.model_construct(**asked.chat_fields())
+        fields = await run_off_loop(asked.chat_fields, request.state.num_bytes)
+        chat = request_bodies.ChatBody.model_construct(**fields)
         check_tools(chat.tools, chat.tool_choice)
         tools = () if chat.tool_choice == "none" else chat.tools
         return json_response(TokenCount(len(await chat_token_ids(model, chat.messages, chat, tools))))
@@ -80,8 +81,7 @@ def api_router(serving: Serving) -> APIRouter:
 
     @router.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
-        advice = "send this request to a server with an embedding model"
-        message = f"the served model generates text and has no embeddings; {advice}"
+        message = "the served model has no embeddings; send this request to a server with an embedding model"
         raise ApiError(404, message, code="embeddings_not_supported")
 
     @router.post("/tokenize", summary="Text to token ids")
@@ -134,7 +134,7 @@ async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[
     asked = await read_body(request, dialect_type.body_type, serving)
     asked.set_missing(model.info.sampling)
     check_model(asked.model, model.info)
-    dialect = dialect_type(asked, model)
+    dialect = await run_off_loop(lambda: dialect_type(asked, model), num_bytes := request.state.num_bytes)
     body = dialect.body
     try:
         check_options(body, model.info, serving.http.max_queued_requests)
@@ -142,8 +142,8 @@ async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[
         with trace.tokenizing():
             prompts = await dialect.prompts()
             # The first grammar imports llguidance, and a large schema takes long to check; the first bad word sorts all tokens.
-            num_chars = math.inf if body.has_form or body.bad_words else 0
-            sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), num_chars)
+            size = math.inf if body.has_form or body.bad_words else num_bytes
+            sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), size)
     except ApiError as error:
         raise dialect.in_own_words(error) from None
     return await Answer(serving, dialect, sequences, trace).respond(request)
