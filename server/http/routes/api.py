@@ -130,7 +130,7 @@ def api_router(serving: Serving) -> APIRouter:
 
 async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[Any]]) -> Response:
     """Read the request's body and answer it in this API. Raises ApiError."""
-    model = serving.require_model()
+    model = serving.require_model(counted=True)
     asked = await read_body(request, dialect_type.body_type, serving)
     asked.set_missing(model.info.sampling)
     check_model(asked.model, model.info)
