@@ -79,7 +79,10 @@ class _Server:
         async with RankedEngine(self._config, self._ranks, self._progress) as engine:
             app = make_app(engine=engine.client, holder=self._holder, http=http, adapters=adapters)
             async with run_server(app, self._listener, http):
-                return await self._run(engine)
+                code = await self._run(engine)
+        if code == 0:
+            app.state.close()
+        return code
 
     async def _run(self, engine: RankedEngine) -> int:
         try:
