@@ -32,11 +32,7 @@ StreamUsage = Usage | None | UnsetType  # null in a stream whose last chunk has 
 _encoder = msgspec.json.Encoder()
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection before the answer was ready."""
-
-
-async def unless(ended: Awaitable[object], work: Awaitable[T], error: type[Exception]) -> T:
+async def unless(ended: Awaitable[object], work: Awaitable[T], error: Exception) -> T:
     """The result of ``work``; cancels it and raises ``error`` once ``ended`` returns."""
     task, end = asyncio.ensure_future(work), asyncio.ensure_future(ended)
     try:
@@ -51,11 +47,11 @@ async def unless(ended: Awaitable[object], work: Awaitable[T], error: type[Excep
 
 
 async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of ``work``; cancels it and raises ClientGoneError on a disconnect. The body must have been read.
+    """The result of ``work``; on a disconnect cancels it and raises ApiError 499. The body must have been read.
 
     No deadline here: the engine client fails every wait on a dead or hung rank, so the work always ends.
     """
-    return await unless(_wait_for_disconnect(receive), work, ClientGoneError)
+    return await unless(_wait_for_disconnect(receive), work, ApiError(499, "the client closed its connection"))
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -74,7 +70,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ClientGoneError):
+            with contextlib.suppress(ApiError):
                 await cancel_on_disconnect(receive, self.stream_response(send))
         finally:
             await self._frames.aclose()
@@ -192,12 +188,9 @@ class Answer:
 
     async def respond(self, request: Request) -> Response:
         """The response. An error before the first chunk sets the status; a later one is an event of the stream."""
-        try:
-            if not self._body.stream:
-                return await cancel_on_disconnect(request.receive, self._whole())
-            first = await cancel_on_disconnect(request.receive, anext(self._deltas))
-        except ClientGoneError:
-            return Response(status_code=499)  # only access logs see it
+        if not self._body.stream:
+            return await cancel_on_disconnect(request.receive, self._whole())
+        first = await cancel_on_disconnect(request.receive, anext(self._deltas))
         return EventStream(self._frames(first), self._deltas.aclose)
 
     async def _whole(self) -> Response:

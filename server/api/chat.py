@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -104,7 +105,6 @@ async def chat_token_ids(
     if model.tokenizer.chat_template is None:
         message = f"the model {model.info.name!r} has no chat template; use /v1/completions, or serve an instruct model"
         raise invalid(message, "messages", "no_chat_template")
-    plain = [message.to_template() for message in messages]
     if taken := sorted(_OWN_VARIABLES & body.chat_template_kwargs.keys()):
         path = f"chat_template_kwargs.{taken[0]}"
         raise invalid(f"{path} is set by the server; use the field of this name, or leave it out", path)
@@ -113,18 +113,24 @@ async def chat_token_ids(
         "add_generation_prompt": body.begins_message,
         "continue_final_message": body.continue_final_message,
     }
-    num_chars = sum(len(message["content"]) for message in plain)
-    listed = [tool.model_dump(exclude_none=True) for tool in tools]
-    if listed or any(message["role"] == "tool" or "tool_calls" in message for message in plain):
-        if model.tokenizer.template_writes_tools:
-            ending["tools"] = listed or None
-            if "[TOOL_CALLS]" in (model.tokenizer.chat_template or ""):
-                shorten_ids(plain)
-        else:
-            _note_tool_prompt(model.info.name)
-            plain = with_tool_prompt(plain, listed)
+
+    def encode() -> list[int]:
+        plain, listed = [m.to_template() for m in messages], [tool.model_dump(exclude_none=True) for tool in tools]
+        if listed or any(message["role"] == "tool" or "tool_calls" in message for message in plain):
+            if model.tokenizer.template_writes_tools:
+                ending["tools"] = listed or None
+                if "[TOOL_CALLS]" in (model.tokenizer.chat_template or ""):
+                    shorten_ids(plain)
+            else:
+                _note_tool_prompt(model.info.name)
+                plain = with_tool_prompt(plain, listed)
+        return model.tokenizer.encode_chat(plain, **ending)
+
+    # A message without text takes time as well; tools, calls and variables of the template may be long.
+    size = sum(32 + sum(len(part.text) + 1 for part in message.content) for message in messages)
+    is_plain = not (tools or body.chat_template_kwargs or any(message.tool_calls for message in messages))
     try:
-        return await run_off_loop(lambda: model.tokenizer.encode_chat(plain, **ending), num_chars)
+        return await run_off_loop(encode, size if is_plain else math.inf)
     except ValueError as error:
         raise invalid(f"the model's chat template rejects these messages: {error}", param="messages") from None
 
@@ -185,10 +191,8 @@ class ChatDialect(Dialect[ChatBody]):
         return ChatChunkChoice(index, ChatDelta(content=text or UNSET), logprobs, finish_reason)
 
     def choice(self, delta: Delta, logprobs: Logprobs, of_prompt: PromptLogprobs | UnsetType) -> ChatChoice:
-        message, reason = ChatMessage(delta.text, self._role), delta.finish_reason or ""
-        if self.body.may_call_tools:
-            message = _message(self.pieces(delta), self._role)
-            reason = _reason(reason, self._readers[delta.index])
+        message = _message(self.pieces(delta), self._role)
+        reason = _reason(delta.finish_reason or "", self._readers.get(delta.index))
         ids = delta.token_ids if self.body.return_token_ids else UNSET
         return ChatChoice(delta.index, message, reason, logprobs, of_prompt, ids)
 
@@ -221,8 +225,8 @@ def _message(pieces: Sequence[Piece], role: str) -> ChatMessage:
     return ChatMessage(text or (None if calls else ""), role, tool_calls=list(calls.values()) or UNSET)
 
 
-def _reason(reason: str, reader: CallReader) -> str:
-    return "tool_calls" if reason == "stop" and reader.num_calls else reason
+def _reason(reason: str, reader: CallReader | None) -> str:
+    return "tool_calls" if reason == "stop" and reader is not None and reader.num_calls else reason
 
 
 def new_call_id(prefix: str) -> str:

@@ -62,8 +62,7 @@ class Metrics(Collector):
         self.registry, self._page = CollectorRegistry(), CollectorRegistry()
         self._page.register(self)
         self.time_to_first_token = self._timer("time_to_first_token", "From the request's arrival to its first token")
-        between = "Between one token of a sequence and the next"
-        self.inter_token_latency = self._timer("inter_token_latency", between, _TOKEN_BUCKETS)
+        self.inter_token_latency = self._timer("inter_token_latency", "Between tokens of a sequence", _TOKEN_BUCKETS)
         self.e2e_latency = self._timer("e2e_request_latency", "From the request's arrival to its last token")
         self.queue_time = self._timer("queue", "From arrival at the engine to the first scheduled step")
         parts = "Parts of the time to the first token, for requests whose first text was sent"
@@ -81,8 +80,7 @@ class Metrics(Collector):
     def observe_ttft(self, timing: Mapping[str, float | None]) -> None:
         """Add the parts of one request's ``Timing``; unknown parts are left out."""
         for part in _TTFT_PARTS:
-            seconds = timing[f"{part}_s"]
-            if seconds is not None:
+            if (seconds := timing[f"{part}_s"]) is not None:
                 self._ttft_parts.labels(part).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
@@ -101,6 +99,9 @@ class Metrics(Collector):
     def render(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type, chosen by the scraper's Accept header."""
         encode, content_type = choose_encoder(accept)
+        if self._aliases and "openmetrics" in content_type and "allow-utf-8" not in content_type:
+            # Its encoder writes the colon of an alias as an underscore, but not in the line with the type.
+            encode, content_type = choose_encoder("")
         return encode(self._page), content_type
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, ValidationInfo
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.api.fields import Fields, refusal
@@ -117,11 +117,23 @@ TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
+def _fail_fast(schema: Any) -> Any:
+    """A copy of the schema, or of a part of it, in which each list ends at its first invalid item."""
+    if isinstance(schema, dict):
+        ends = {"fail_fast": True} if schema.get("type") == "list" else {}
+        return {name: _fail_fast(part) for name, part in schema.items()} | ends
+    return [_fail_fast(part) for part in schema] if isinstance(schema, list) else schema
+
+
 class Body(Fields):
     # By name, at any depth: the values that are accepted because they have no effect, and advice for the others.
     unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = UNSUPPORTED_FIELDS
 
     model: str | None = Field(None, description="The served model's name; may be left out.")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return _fail_fast(handler(source))  # to collect the errors of a million items takes seconds
 
     def ignored_values(self) -> Iterator[tuple[str, str]]:
         """Path and name of each value that is ignored although its field is known."""
@@ -130,9 +142,7 @@ class Body(Fields):
 
 class StreamOptions(Fields):
     include_usage: bool | None = Field(None, description="End the stream with a chunk that carries usage.")
-    continuous_usage_stats: bool | None = Field(
-        None, description="Extension, with include_usage: usage in every chunk."
-    )
+    continuous_usage_stats: bool | None = Field(None, description="Extension, with include_usage: usage in each chunk.")
     include_obfuscation: bool | None = Field(None, description="Accepted and ignored.")
 
 
@@ -140,8 +150,7 @@ class TightwireOptions(Fields):
     comm: bool = Field(False, description="Add what the ranks exchanged while this request ran.")
     timing: bool = Field(False, description="Add the parts of the time to the first token.")
     progress: bool = Field(
-        False,
-        description="With stream: before the first token, tell after each step how much of the prompt is computed.",
+        False, description="With stream: until the first token, tell after each step how much of the prompt is done."
     )
     token_ids: bool = Field(False, description="Add the ids of the answer's tokens, with the token that ended it.")
     allreduce: str | None = Field(
@@ -170,9 +179,7 @@ class SamplingBody(Body):
     min_tokens: TokenCount = Field(0, description="Extension: do not end before this many tokens.")
     ignore_eos: bool = Field(False, description="Extension: continue after the model's end token.")
     allowed_token_ids: list[TokenId] | None = Field(
-        None,
-        min_length=1,
-        description="Extension: generate only these, the model's end token only if it is among them.",
+        None, min_length=1, description="Extension: generate only these, the model's end token only if it is listed."
     )
     bad_words: list[BadWord] = Field(
         default_factory=list, max_length=1024, description="Extension: texts that are not generated."
@@ -201,8 +208,7 @@ class GenerationBody(SamplingBody):
     default_tokens: ClassVar[int | None] = None  # an answer's limit without max_tokens; None: what fits the context
 
     max_tokens: TokenCount | None = Field(
-        None,
-        description="Most tokens of the answer. Default: what fits the context; of a completion 16. 0 requires echo.",
+        None, description="Most tokens of the answer. Default: what fits the context; in completions 16. 0 needs echo."
     )
     n: int = Field(1, ge=1, le=128, description="Answers per prompt.")
     stream_options: StreamOptions | None = None

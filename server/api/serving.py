@@ -102,9 +102,11 @@ class Serving:
             return EngineState(phase=Phase.LOADING, reason="tokenizer")
         return state
 
-    def require_model(self, *phases: Phase) -> ServedModel:
-        """The model, if the engine is ready or in one of ``phases``. Raises ApiError 503 otherwise."""
+    def require_model(self, *phases: Phase, counted: bool = False) -> ServedModel:
+        """The model, if the engine is ready or in one of ``phases``. Raises ApiError 503 otherwise; /metrics has ``counted`` ones."""
         status, model = self.status, self.holder.model
         if model is None or status.phase not in (Phase.READY, *phases):
+            if counted:
+                self.metrics.requests.labels("refused").inc()
             raise unavailable(str(status))
         return model

@@ -226,12 +226,13 @@ class RequestTrace:
         return DraftReport.of(drafts["steps"], drafts["tokens"], drafts["accepted"], drafts["chosen"], comm)
 
     def _observe_tokens(self, output: Output, now_s: float) -> None:
-        last_s = self._last_token_s[output.id]
+        last_s, num_later = self._last_token_s[output.id], len(output.token_ids)
         self.record.first_token_s, self.record.last_token_s = self.record.first_token_s or now_s, now_s
         if last_s is None:
             self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
-        else:
-            self._metrics.inter_token_latency.observe((now_s - last_s) / len(output.token_ids))
+            last_s, num_later = now_s, num_later - 1
+        for _ in range(num_later):  # a step may bring several tokens: drafted ones, or forced by a grammar
+            self._metrics.inter_token_latency.observe((now_s - last_s) / num_later)
         self._last_token_s[output.id] = now_s
 
     def _split(self, first: FirstToken, sent_s: float) -> Timing:
@@ -261,5 +262,4 @@ def _seconds(counts: _CommCounts) -> float:
 
 
 def _span(seconds: float, comm_seconds: float) -> CommSpan:
-    share = comm_seconds / seconds if seconds > 0 else 0.0
-    return CommSpan(seconds=seconds, comm_seconds=comm_seconds, comm_share=share)
+    return CommSpan(seconds, comm_seconds, comm_share=comm_seconds / seconds if seconds > 0 else 0.0)

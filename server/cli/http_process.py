@@ -59,7 +59,7 @@ def serve(config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: 
 
 
 class _StoppedError(Exception):
-    """A signal arrived before the model was ready."""
+    """A signal arrived."""
 
 
 class _Server:
@@ -80,11 +80,14 @@ class _Server:
         async with RankedEngine(self._config, self._ranks, self._progress) as engine:
             app = make_app(engine=engine.client, holder=self._holder, http=http, adapters=adapters)
             async with run_server(app, self._listener, http):
-                return await self._run(engine)
+                code = await self._run(engine)
+        if code == 0:
+            app.state.close()
+        return code
 
     async def _run(self, engine: RankedEngine) -> int:
         try:
-            await unless(self._stop.wait(), engine.guard(self._load(engine)), _StoppedError)
+            await unless(self._stop.wait(), engine.guard(self._load(engine)), _StoppedError())
             self._progress.close()
             await engine.guard(self._until_stopped(engine))
             return await self._drain(engine)
@@ -130,10 +133,8 @@ class _Server:
         await engine.wait_ready()
         if self._member:
             self._progress.close()
-            self._progress.say(
-                f"node ready in {process_age_s():.1f} s; health and metrics at {self._url}, the API on node 0"
-            )
-            return
+            age_s, url = process_age_s(), self._url
+            return self._progress.say(f"node ready in {age_s:.1f} s; health and metrics at {url}, the API on node 0")
         self._announce(info, decision, engine.ready)
 
     def _announce(self, info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> None:
@@ -147,16 +148,13 @@ class _Server:
 
     async def _until_stopped(self, engine: RankedEngine) -> None:
         """Wait for a signal here, or to another host, which asks node 0; node 0 ends the others after the last request."""
-        stop = asyncio.create_task(self._stop.wait())
-        asked = asyncio.create_task(engine.stop_asked.wait())
-        await asyncio.wait([stop, asked], return_when=asyncio.FIRST_COMPLETED)
-        if stop.done():
+        try:
+            await unless(self._stop.wait(), engine.stop_asked.wait(), _StoppedError())
+        except _StoppedError:
             if self._member:
                 self._progress.say("asking node 0 to stop")
             engine.hosts.ask_stop()  # ``stop_asked`` is set when all hosts stop
-            await asked
-        stop.cancel()
-        asked.cancel()
+            await engine.stop_asked.wait()
 
     async def _drain(self, engine: RankedEngine) -> int:
         """Let running requests finish within the grace time, cancel the rest, and end the ranks."""

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from tightwire.option import suggest
 from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.fields import MAX_NESTING, Fields, is_nested_deeply
+from tightwire.server.api.prompts import run_off_loop
 from tightwire.server.api.request_bodies import IGNORED_FIELDS, Body
 from tightwire.server.api.serving import Serving
 from tightwire.server.config.limits import MAX_BODY_BYTES
@@ -29,13 +30,19 @@ _MAX_PATH = 200
 async def read_body(request: Request, kind: type[BodyT], serving: Serving) -> BodyT:
     """Read, parse and check the request's JSON. ApiError: 413 too large, 415 not JSON by its header, 400 otherwise."""
     _require_json(request)
-    body = check_fields(_parse(await _read(request)), kind)
-    ignored = {path: name for path, name, _ in _extra_fields(body) if name not in kind.unsupported}
-    ignored |= dict(body.ignored_values())
-    for path, name in ignored.items():
-        _note_ignored(path, name, kind, serving)
-    request.state.ignored_fields = list(ignored)
-    return body
+    raw = await _read(request)
+    request.state.num_bytes = len(raw)
+
+    def check() -> BodyT:
+        body = check_fields(_parse(raw), kind)
+        ignored = {path: name for path, name, _ in _extra_fields(body) if name not in kind.unsupported}
+        ignored |= dict(body.ignored_values())
+        for path, name in ignored.items():
+            _note_ignored(path, name, kind, serving)
+        request.state.ignored_fields = list(ignored)
+        return body
+
+    return await run_off_loop(check, len(raw))
 
 
 def _note_ignored(path: str, name: str, kind: type[Body], serving: Serving) -> None:

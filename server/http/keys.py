@@ -1,5 +1,6 @@
 """Finds the key of a request, and keeps each key within its limits."""
 
+import contextlib
 import logging
 import math
 import os
@@ -102,13 +103,10 @@ class KeyRing:
 
     def _file_version(self) -> tuple[int, ...] | None:
         """Numbers that differ after a change of the file, or None if it cannot be found."""
-        if self._http.api_key_file is None:
-            return None
-        try:
-            found = os.stat(self._http.api_key_file)
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        with contextlib.suppress(OSError):
+            found = os.stat(self._http.api_key_file or "")
+            return found.st_mtime_ns, found.st_size, found.st_ino
+        return None
 
 
 def _too_many(limit: str, wait_s: float) -> ApiError:

@@ -82,9 +82,7 @@ def _unix_listener(path: str) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise ValueError(
-                f"--uds {path} is in use by another program, or is not a socket; choose another path"
-            ) from error
+            raise ValueError(f"--uds {path} is in use by another program, or is not a socket; give another") from error
         raise ValueError(f"cannot listen on --uds {path}: {error.strerror or error}") from error
     return listener
 

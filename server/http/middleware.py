@@ -38,8 +38,7 @@ class RequestScope:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return await self._app(scope, receive, send)
         given = Headers(scope=scope).get(_HEADER, "")
         request_id = given if _ACCEPTED.fullmatch(given) else uuid.uuid4().hex
         record = RequestRecord(id=request_id, method=scope["method"], path=scope["path"])
@@ -102,8 +101,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or _is_public(scope):
-            await self._app(scope, receive, send)
-            return
+            return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         header = headers.get("authorization", "")
         if not header and "x-api-key" in headers:  # as Anthropic's clients send it
@@ -111,24 +109,19 @@ class RequireKey:
         scheme, _, given = header.partition(" ")
         key = self._keys.find(given.strip().encode("latin-1"))  # the bytes as they came
         if scheme.lower() != "bearer" or key is None:
-            message = (
-                f"the API key is {'wrong' if header else 'missing'}; send the header Authorization: Bearer KEY (or "
-                "x-api-key: KEY) with a key of this server"
-            )
+            how = "wrong" if header else "missing"
+            message = f"the API key is {how}; send Authorization: Bearer KEY or x-api-key: KEY, a key of this server"
             refusal = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-            await refusal.response(scope["path"])(scope, receive, send)
-            return
+            return await refusal.response(scope["path"])(scope, receive, send)
         record: RequestRecord = scope["state"]["record"]
         record.key = key.name
         if scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
+            return await self._app(scope, receive, send)
         try:
             self._keys.begin(key)
         except ApiError as error:
             self._metrics.key_requests.labels(key.name, "refused").inc()
-            await error.response(scope["path"])(scope, receive, send)
-            return
+            return await error.response(scope["path"])(scope, receive, send)
         self._metrics.key_requests.labels(key.name, "accepted").inc()
         try:
             await self._app(scope, receive, send)

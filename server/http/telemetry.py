@@ -5,6 +5,7 @@ that ``/metrics`` needs anyway.
 """
 
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,21 +14,13 @@ from tightwire.server.api.trace import RequestRecord
 
 _OPERATIONS = {"/v1/completions": "text_completion"}  # others are chats
 # Fields of a request by the convention's name; a field that has its default is left out.
-_ASKED = {
-    "gen_ai.request.max_tokens": "token_limit",
-    "gen_ai.request.temperature": "temperature",
-    "gen_ai.request.top_p": "top_p",
-    "gen_ai.request.top_k": "top_k",
-    "gen_ai.request.seed": "seed",
-    "gen_ai.request.choice.count": "n",
-    "gen_ai.request.presence_penalty": "presence_penalty",
-    "gen_ai.request.frequency_penalty": "frequency_penalty",
-    "gen_ai.request.stop_sequences": "stop",
-}
+_SAME = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
+_ASKED = {"max_tokens": "token_limit", "choice.count": "n", "stop_sequences": "stop"} | {name: name for name in _SAME}
+_LAST_SPANS_S = 2.0
 
 
 class Telemetry:
-    """Makes spans. Its exporter sends them in batches from a thread, and the last ones when the process exits."""
+    """Makes spans. Its exporter sends them in batches from a thread; ``close`` sends the last ones."""
 
     def __init__(self, endpoint: str | None) -> None:
         """``endpoint``: the collector's address; None takes that of the OTEL_* variables."""
@@ -40,11 +33,17 @@ class Telemetry:
         # As the SDK does with the variable for all signals; a whole address keeps its path.
         url = None if endpoint is None else f"{endpoint.rstrip('/').removesuffix('/v1/traces')}/v1/traces"
         attributes = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "tightwire"}
-        provider = TracerProvider(resource=Resource.create({**attributes, "service.version": __version__}))
+        resource = Resource.create({**attributes, "service.version": __version__})
+        self._provider = provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         self._extract, self._trace = propagate.extract, trace
         self._tracer = provider.get_tracer("tightwire", __version__)
-        self.flush = provider.force_flush  # sends what has not been sent yet
+
+    def close(self) -> None:
+        """Send the last spans, for 2 s at most: a collector that does not answer must not delay the exit."""
+        last = threading.Thread(target=self._provider.shutdown, daemon=True)
+        last.start()
+        last.join(_LAST_SPANS_S)
 
     def __call__(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
         if record.asked is None:
@@ -54,7 +53,7 @@ class Telemetry:
         found, begun = {"gen_ai.operation.name": operation, **_attributes(record)}, _ns(record, record.arrived_s)
         name, parent = f"{operation} {record.model}", self._extract(headers)
         root = self._tracer.start_span(name, parent, kind=kind, attributes=found, start_time=begun)
-        if record.status is None or record.status >= 500:
+        if record.status is None or record.status >= 500 or "error" in record.finish_reasons:
             root.set_status(trace.Status(trace.StatusCode.ERROR))
         inside = trace.set_span_in_context(root)
         for name, start_s, end_s in _phases(record):
@@ -86,11 +85,10 @@ def _attributes(record: RequestRecord) -> dict[str, Any]:
         value = getattr(asked, field)
         known = type(asked).model_fields.get(field)  # none for token_limit
         if value != (known and known.get_default(call_default_factory=True)):
-            found[name] = value
-    if record.status is not None and record.status >= 400:
-        found["error.type"] = str(record.status)
-    elif record.finish_reasons and not {"stop", "length"}.issuperset(record.finish_reasons):
-        found["error.type"] = next(reason for reason in record.finish_reasons if reason not in ("stop", "length"))
+            found[f"gen_ai.request.{name}"] = value
+    failures = [str(record.status)] if record.status is not None and record.status >= 400 else []
+    failures += (reason for reason in record.finish_reasons if reason not in ("stop", "length"))
+    found["error.type"] = next(iter(failures), None)
     return {name: value for name, value in found.items() if value is not None}
 
 

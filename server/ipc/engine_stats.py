@@ -78,9 +78,7 @@ class StreamCount(msgspec.Struct, frozen=True):
 class CacheCount(msgspec.Struct, frozen=True):
     """Transfers between a KV cache on the host and rank 0 since start, including the warm-up."""
 
-    num_bytes: Annotated[
-        int, _counter("kv_offload_bytes", "Bytes of keys and values moved between the host and rank 0")
-    ]
+    num_bytes: Annotated[int, _counter("kv_offload_bytes", "Bytes of keys and values moved between host and rank 0")]
     waited_s: Annotated[float, _counter("kv_offload_wait_seconds", "Time that steps waited for keys and values")]
 
 

@@ -27,9 +27,7 @@ class _Answers:
             await asyncio.wait_for(self._over, timeout_s)
         except TimeoutError:
             missing = ", ".join(f"rank {rank}" for rank in sorted(self._missing))
-            raise engine_client.RankSilentError(
-                f"{missing} did not {did_not}; /health shows the state of the ranks"
-            ) from None
+            raise engine_client.RankSilentError(f"{missing} did not {did_not}; /health says what ranks do") from None
 
     def heard(self, rank: int) -> None:
         self._missing.discard(rank)
@@ -77,7 +75,7 @@ class Recordings:
             recording.answers.heard(part.rank)
 
     def fail(self, reason: str) -> None:
-        """End the recording with an error: the engine died."""
+        """End the recording with an error: the engine died, or ends."""
         if self._current is not None:
             self._current.answers.fail(engine_client.EngineUnavailableError(reason))
 
@@ -121,6 +119,6 @@ class AdapterLoads:
         answers.heard(answer.rank)
 
     def fail(self, reason: str) -> None:
-        """End all loads with an error: the engine died."""
+        """End all loads with an error: the engine died, or ends."""
         for answers, _ in self._waiting.values():
             answers.fail(engine_client.EngineUnavailableError(reason))

@@ -1,6 +1,7 @@
 """Submits requests to rank 0 over zmq and routes its outputs to their streams: the HTTP process's engine client."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
@@ -86,8 +87,7 @@ class ZmqEngineClient:
                 inbox.put_nowait(None)
             self._live.clear()
             self._empty.set()
-            self._recordings.fail(str(self.state))
-            self._adapter_loads.fail(str(self.state))
+            self._fail_questions()
 
     def submit(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
         """Refuses at once; sends accepted requests when the first output is awaited."""
@@ -112,16 +112,19 @@ class ZmqEngineClient:
         self.cancel(list(self._live))
 
     def stop_engine(self) -> None:
-        """Ask the ranks to leave their loops and exit."""
+        """Ask the ranks to leave their loops and exit. They answer no more questions."""
+        self._fail_questions()
         self._send(Stop())
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Whether every sequence finishes within ``timeout_s``."""
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._empty.wait(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
+        return self._empty.is_set()
+
+    def _fail_questions(self) -> None:
+        self._recordings.fail(str(self.state))
+        self._adapter_loads.fail(str(self.state))
 
     def _require_ready(self) -> None:
         if self.state.phase is not Phase.READY:
@@ -190,8 +193,7 @@ class ZmqEngineClient:
                 self._on_report(message)
 
     def _route(self, output: Output) -> None:
-        inbox = self._live.get(output.id)
-        if inbox is not None:
+        if (inbox := self._live.get(output.id)) is not None:
             inbox.put_nowait(output)
         if output.finish_reason is not None:
             self._live.pop(output.id, None)

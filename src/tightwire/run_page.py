@@ -68,11 +68,16 @@ def smooth(losses: Sequence[float]) -> list[float]:
 def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     names = dict.fromkeys([*_FIRST, *(name for line in lines for name in line)])
     curves = {
-        name: [(line["step"], float(line[name])) for line in lines if isinstance(line.get(name), int | float)]
+        name: [(line["step"], float(line[name])) for line in lines if _is_finite(line.get(name))]
         for name in names
         if name not in _NOT_DRAWN
     }
     return {name: points for name, points in curves.items() if points}
+
+
+def _is_finite(figure: Any) -> bool:
+    """False for NaN and infinity: a loss that has no number has no point, and the others keep their scale."""
+    return isinstance(figure, int | float) and math.isfinite(figure)
 
 
 def _chart(name: str, points: Sequence[tuple[int, float]]) -> str:

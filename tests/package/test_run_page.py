@@ -70,3 +70,15 @@ def test_a_run_without_steps_has_no_page(tmp_path: Path) -> None:
     _write(tmp_path, steps=1)
     (tmp_path / SAMPLES).unlink()
     assert "<h2>" not in write_page(tmp_path).read_text()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_a_figure_that_is_no_number_is_left_out_of_its_curve(tmp_path: Path) -> None:
+    losses = [3.0, float("inf"), float("nan"), 2.0]
+    lines = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
+    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = write_page(tmp_path)
+    assert page is not None
+    text = page.read_text()
+    [each] = re.findall(r"<polyline class=each points='([^']*)'", text)
+    assert len(each.split()) == 2 and "loss 2<" in text
+    assert not re.search(r"\b(nan|inf)\b", text)

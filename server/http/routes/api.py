@@ -59,7 +59,8 @@ def api_router(serving: Serving) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         model, asked = await read(request, CountTokensBody)
         fields = {name: getattr(asked, name) for name in CountTokensBody.model_fields}
-        dialect = MessagesDialect(MessagesBody.model_construct(**fields, max_tokens=1), model)
+        body = MessagesBody.model_construct(**fields, max_tokens=1)
+        dialect = await run_off_loop(lambda: MessagesDialect(body, model), request.state.num_bytes)
         try:
             [prompt] = await dialect.prompts()
         except ApiError as error:
@@ -131,11 +132,11 @@ def api_router(serving: Serving) -> APIRouter:
 
 async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[Any]]) -> Response:
     """Read the request's body and answer it in this API. Raises ApiError."""
-    model = serving.require_model()
+    model = serving.require_model(counted=True)
     asked = await read_body(request, dialect_type.body_type, serving)
     asked.set_missing(model.info.sampling)
     check_model(asked.model, model.info)
-    dialect = dialect_type(asked, model)
+    dialect = await run_off_loop(lambda: dialect_type(asked, model), num_bytes := request.state.num_bytes)
     body = dialect.body
     try:
         check_options(body, model.info, serving.http.max_queued_requests)
@@ -143,8 +144,8 @@ async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[
         with trace.tokenizing():
             prompts = await dialect.prompts()
             # The first grammar imports llguidance, and a large schema takes long to check; the first bad word sorts all tokens.
-            num_chars = math.inf if body.has_form or body.bad_words else 0
-            sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), num_chars)
+            size = math.inf if body.has_form or body.bad_words else num_bytes
+            sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), size)
     except ApiError as error:
         raise dialect.in_own_words(error) from None
     return await Answer(serving, dialect, sequences, trace).respond(request)

@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 from tightwire import __version__
 from tightwire.comm.ledger.ledger import Count, Latency
 from tightwire.comm.ledger.recording import chrome_trace
+from tightwire.server.api.answer import cancel_on_disconnect
 from tightwire.server.api.errors import invalid, json_response
 from tightwire.server.api.response_bodies import CommCost, CommPolicy, Health, Home, Version
 from tightwire.server.api.serving import ModelInfo, ServedModel, Serving
@@ -92,7 +93,7 @@ def observe_router(serving: Serving) -> APIRouter:
         summary="Record every collective of all ranks for some seconds; open the answer in ui.perfetto.dev",
     )
     async def trace(request: Request) -> Response:
-        ranks = await serving.engine.record_collectives(_trace_seconds(request))
+        ranks = await cancel_on_disconnect(request.receive, serving.engine.record_collectives(_trace_seconds(request)))
         # Half a minute of several ranks takes a second to encode; other requests' tokens do not wait for it.
         page = await asyncio.to_thread(lambda: msgspec.json.encode(chrome_trace(ranks)))
         name = f'attachment; filename="tightwire-collectives-{int(time.time())}.json"'

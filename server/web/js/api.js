@@ -21,6 +21,9 @@ export function setKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
+/** True if this tab has a key. A link to a route that needs one cannot send it. */
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+
 /**
  * The response, whatever its status. ApiError 0: the server did not answer.
  * @param {string} path

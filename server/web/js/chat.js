@@ -19,15 +19,27 @@ export function Chat({ settings, server }) {
   const [isRunning, setRunning] = useState(false);
   const control = useRef(null);
   const log = useRef(null);
+  const newest = useRef(turns);
   const model = modelOf(settings, server);
+  newest.current = turns;
 
   useEffect(() => isRunning || saveTurns(turns), [turns, isRunning]);
-  useEffect(() => () => control.current?.abort(), []);
+  useEffect(() => {
+    // An answer that still streams is kept as far as it came, when the page or this view is left.
+    const keep = () => saveTurns(newest.current);
+    window.addEventListener("pagehide", keep);
+    return () => {
+      window.removeEventListener("pagehide", keep);
+      control.current?.abort();
+      keep();
+    };
+  }, []);
   useFollowing(log, turns);
 
   const run = async (next) => {
     control.current = new AbortController();
     setTurns(next);
+    saveTurns(next);
     setRunning(true);
     const body = { model: model || undefined, messages: toMessages(next, settings.system), ...samplingOf(settings) };
     const onUpdate = (answer) => setTurns((now) => withAnswer(now, answer));

@@ -49,10 +49,12 @@ export function toMessages(turns, system) {
   return system.trim() ? [{ role: "system", content: system }, ...kept] : kept;
 }
 
-/** @returns {Turns} */
+/** The turns that were kept. An answer that was not complete has stopped. @returns {Turns} */
 export function loadTurns() {
+  const ended = (answer) => (["waiting", "streaming"].includes(answer.state) ? { ...answer, state: "stopped" } : answer);
   try {
-    return JSON.parse(sessionStorage.getItem(STORE)) ?? [];
+    const turns = JSON.parse(sessionStorage.getItem(STORE)) ?? [];
+    return turns.map((turn) => (turn.role === "user" ? turn : { ...turn, versions: turn.versions.map(ended) }));
   } catch {
     return [];
   }

@@ -36,6 +36,7 @@ function Dashboard() {
     const run = async () => {
       const signal = AbortSignal.timeout(PATIENCE_MS);
       const [health, metrics] = await Promise.all([readHealth(), orError(textOf("/metrics", signal))]);
+      if (!["ready", "draining"].includes(health.status)) model = ""; // another server may come, with another model
       const comm = locked || !["ready", "draining"].includes(health.status) ? null : await orError(commOf(signal, model));
       locked ||= comm instanceof ApiError && comm.status === 401;
       if (comm?.model) model = comm.model;

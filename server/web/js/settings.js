@@ -1,6 +1,7 @@
 /** System prompt, model, policy and sampling: their form, and the fields of a request that they become. */
 
 import { html } from "../vendor/htm-preact.js";
+import { hasKey } from "./api.js";
 import { policiesOf } from "./server.js";
 
 /** The most tokens of two compared answers, unless the settings say another number. */
@@ -73,7 +74,7 @@ export function Settings({ settings, server, hasPolicy, onChange }) {
           `,
         )}
       </fieldset>
-      <p class="note">An empty field takes the server's default. Conversation and settings stay in this tab. <a href="/docs">Routes of the API</a></p>
+      <p class="note">An empty field takes the server's default. Conversation and settings stay in this tab. ${server.models.length > 0 && !hasKey() && html`<a href="/docs">Routes of the API</a>`}</p>
     </aside>
   `;
 }

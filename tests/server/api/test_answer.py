@@ -8,7 +8,8 @@ import pytest
 from fastapi import FastAPI
 from helpers.server.fake_engine import FakeEngine, app_for
 
-from tightwire.server.api.answer import ClientGoneError, cancel_on_disconnect
+from tightwire.server.api.answer import cancel_on_disconnect
+from tightwire.server.api.errors import ApiError
 
 PROMPT = {"prompt": "a", "max_tokens": 50, "n": 3}
 
@@ -134,5 +135,5 @@ async def test_cancel_on_disconnect_returns_the_result_or_raises() -> None:
     assert await cancel_on_disconnect(never, asyncio.sleep(0, "result")) == "result"
     with pytest.raises(KeyError):
         await cancel_on_disconnect(never, fails())
-    with pytest.raises(ClientGoneError):
+    with pytest.raises(ApiError, match="the client closed its connection"):
         await cancel_on_disconnect(gone, never())

@@ -3,11 +3,13 @@
 import asyncio
 
 import httpx
+import pytest
 from helpers.server.fake_engine import INFO, FakeEngine, app_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from tightwire.server.api.metrics import METRIC_ALIASES, Metrics
 from tightwire.server.config.serve import HttpOptions
+from tightwire.server.ipc.engine_client import EngineState, Phase
 from tightwire.server.ipc.engine_stats import EngineCounters, EngineStats, metric_fields
 from tightwire.server.ipc.messages import CommSetup, SelfTestVerdict
 
@@ -107,6 +109,26 @@ async def test_cancelled_request_is_counted_and_its_gauge_returns_to_zero(
     assert after["tightwire_requests_running"] == 0
     assert after["tightwire_requests_total.cancelled"] == 1
     assert after["tightwire_e2e_request_latency_seconds_count"] == 0
+
+
+@pytest.mark.parametrize("escaping", ["", ";escaping=underscores", ";escaping=allow-utf-8"])
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+def test_samples_of_an_alias_have_its_name_in_every_format(kind: str, escaping: str) -> None:
+    accept = f"{kind};version=1.0.0{escaping};q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+    page, content_type = Metrics(lambda: None, alias="vllm", model_name=lambda: "m").render(accept)
+    assert b'\nvllm:num_requests_running{model_name="m"} 0.0\n' in page
+    assert b'\nvllm:e2e_request_latency_seconds_count{model_name="m"} 0.0\n' in page
+    assert b"vllm_" not in page
+    assert page.endswith(b"# EOF\n") == content_type.startswith("application/openmetrics-text")
+
+
+async def test_a_request_before_the_server_is_ready_is_counted_as_refused(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.state = EngineState(phase=Phase.LOADING, reason="weights 40%")
+    assert (await client.post("/v1/completions", json=BODY)).status_code == 503
+    assert (await client.get("/v1/models")).status_code == 503
+    assert (await _values(client))["tightwire_requests_total.refused"] == 1
 
 
 async def test_openmetrics_when_asked_for(client: httpx.AsyncClient) -> None:

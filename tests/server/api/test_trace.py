@@ -91,6 +91,19 @@ def test_drafts_with_the_tokens_of_a_sum_after_the_first(clock: Clock) -> None:
     assert trace.draft_report() == DraftReport(steps=1, tokens=4, accepted=2, mean_length=2.0, tokens_per_sum=0.5)
 
 
+def test_times_between_tokens_add_up_where_a_step_brings_several(clock: Clock) -> None:
+    metrics, record = Metrics(lambda: None), RequestRecord(id="a", method="POST", path="/")
+    trace = RequestTrace(FakeEngine(), metrics, record, streamed=True, clock=clock)
+    trace.submitted(["0"])
+    for now_s, num_tokens in ((10.0, 2), (16.0, 3), (17.0, 1)):
+        clock.now_s = now_s
+        trace.saw(Output(id="0", token_ids=[65] * num_tokens))
+    page = metrics.render("")[0].decode()
+    assert "\ntightwire_inter_token_latency_seconds_count 5.0\n" in page  # of 6 tokens
+    assert "\ntightwire_inter_token_latency_seconds_sum 7.0\n" in page
+    assert '\ntightwire_inter_token_latency_seconds_bucket{le="2.5"} 5.0\n' in page
+
+
 def test_codec_time_in_a_fused_kernel_is_unknown(clock: Clock) -> None:
     trace = make_trace(clock, streamed=False)
     clock.now_s = 31.0

@@ -1,13 +1,20 @@
 """Unknown fields of a request: ignored, named in a header and once in the log; refused with --strict-fields."""
 
 import logging
+import threading
 from typing import Any
 
 import httpx
 import pytest
 from helpers.server.fake_engine import FakeEngine, app_for
+from pydantic import ValidationError
 
+from tightwire.server.api.errors import ApiError
+from tightwire.server.api.request_bodies import Body, ChatBody, CompletionBody, DetokenizeBody
 from tightwire.server.config.serve import HttpOptions
+from tightwire.server.dialects.messages_request import MessagesBody
+from tightwire.server.dialects.responses_request import ResponsesBody
+from tightwire.server.http import check_body
 
 USER = {"role": "user", "content": "Hi"}
 HEADER = "x-tightwire-ignored"
@@ -136,3 +143,36 @@ async def test_strict_fields_accepts_labels_and_neutral_values() -> None:
     async with _client(HttpOptions(strict_fields=True)) as client:
         response = await client.post("/v1/chat/completions", json=body)
     assert (response.status_code, response.headers[HEADER]) == (200, "user, store, metadata")
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (CompletionBody, {"prompt": "a", "allowed_token_ids": [1, *["a"] * 99]}, "allowed_token_ids[1]"),
+        (ChatBody, {"messages": [1] * 99}, "messages[0]"),
+        (DetokenizeBody, {"tokens": [-1] * 99}, "tokens[0]"),
+        (ResponsesBody, {"input": [{}] * 99}, "input[0]"),
+        (MessagesBody, {"max_tokens": 1, "messages": [1] * 99}, "messages[0]"),
+    ],
+)
+def test_a_list_ends_at_its_first_invalid_item(kind: type[Body], fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_body.check_fields(fields, kind)
+    assert caught.value.param == param
+    assert isinstance(caught.value.__context__, ValidationError) and caught.value.__context__.error_count() == 1
+
+
+@pytest.mark.parametrize(("num_messages", "in_thread"), [(1, False), (200, True)])
+async def test_long_bodies_are_checked_in_a_thread(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, num_messages: int, in_thread: bool
+) -> None:
+    check, threads = check_body.check_fields, list[int]()
+
+    def note_thread(fields: dict[str, Any], kind: type[ChatBody]) -> ChatBody:
+        threads.append(threading.get_ident())
+        return check(fields, kind)
+
+    monkeypatch.setattr(check_body, "check_fields", note_thread)
+    await client.post("/v1/chat/completions", json={"messages": [USER] * num_messages})
+    [thread] = threads
+    assert (thread != threading.get_ident()) == in_thread

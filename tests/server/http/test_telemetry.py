@@ -1,6 +1,9 @@
 """Traces over OTLP: the spans of a request at a collector, what turns them on, what is refused."""
 
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -10,9 +13,11 @@ import httpx
 import pytest
 from helpers.server.fake_engine import FakeEngine, app_for
 
+from tightwire.server.api.request_bodies import CompletionBody
 from tightwire.server.api.trace import RequestRecord
 from tightwire.server.config.http import wants_traces
 from tightwire.server.config.serve import HttpOptions
+from tightwire.server.http.check_body import check_fields
 from tightwire.server.http.telemetry import Telemetry
 
 trace_service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
@@ -82,7 +87,7 @@ async def test_spans_of_a_request(collector: Collector, monkeypatch: pytest.Monk
         await client.post("/v1/chat/completions", json={})
         engine.gives_up = "error"
         await client.post("/v1/completions", json={"prompt": "a", "model": "tiny"})
-    made[0].flush()
+    made[0].close()
     by_name = {span.name: span for span in collector.spans}
     assert sorted(by_name) == ["chat tiny", "decode", "prefill", "queue", "text_completion tiny"]
     root = by_name["chat tiny"]
@@ -134,6 +139,42 @@ def test_without_the_packages_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ValueError, match=r"--otlp-endpoint needs OpenTelemetry; install it with `pip install 'tightwire\[otel\]'`"
     ):
         wants_traces("http://a:4318", {})
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "failure", "code"),
+    [(200, "stop", None, 0), (200, "error", "error", 2), (200, "cancelled", "cancelled", 0), (500, "error", "500", 2)],
+)
+def test_a_stream_that_broke_is_an_error_though_its_status_is_200(
+    collector: Collector, status: int, reason: str, failure: str | None, code: int
+) -> None:
+    telemetry = Telemetry(collector.url)
+    record = RequestRecord(id="a", method="POST", path="/v1/completions", status=status, finish_reasons=[reason])
+    record.asked = check_fields({"prompt": "a", "stream": True}, CompletionBody)
+    record.ended_s = record.arrived_s + 1
+    telemetry(record, {})
+    telemetry.close()
+    [span] = collector.spans
+    assert (attributes_of(span).get("error.type"), span.status.code) == (failure, code)
+
+
+def test_a_collector_that_does_not_answer_hardly_delays_the_exit() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        code = (
+            "from tightwire.server.api.request_bodies import CompletionBody\n"
+            "from tightwire.server.api.trace import RequestRecord\n"
+            "from tightwire.server.http.telemetry import Telemetry\n"
+            "import time\n"
+            f"telemetry = Telemetry('http://127.0.0.1:{silent.getsockname()[1]}')\n"
+            "record = RequestRecord(id='a', method='POST', path='/v1/completions', ended_s=time.monotonic())\n"
+            "record.asked = CompletionBody(prompt=['a'])\n"
+            "telemetry(record, {})\n"
+            "print(time.time())\n"
+            "telemetry.close()\n"
+        )
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        seconds = time.time() - float(ended.stdout)
+    assert seconds < 7  # the exporter alone waits 10 s for an answer
 
 
 def test_an_unreachable_collector_costs_the_request_nothing() -> None:

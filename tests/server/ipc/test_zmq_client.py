@@ -168,6 +168,18 @@ async def test_death_ends_a_recording_and_refuses_the_next(client: ZmqEngineClie
             await asyncio.wait_for(waiting, 5)
 
 
+async def test_the_end_of_the_engine_ends_a_recording_and_the_load_of_an_adapter(
+    client: ZmqEngineClient, rank: FakeRank
+) -> None:
+    questions = [asyncio.create_task(client.record_collectives(30.0)), asyncio.create_task(client.load_adapter(1, "a"))]
+    await rank.asked()
+    client.set_phase(Phase.DRAINING)
+    client.stop_engine()
+    for waiting in questions:
+        with pytest.raises(EngineUnavailableError, match="the server is shutting down"):
+            await asyncio.wait_for(waiting, 5)
+
+
 @pytest.mark.parametrize(
     ("phase", "reason", "message"),
     [

@@ -195,9 +195,30 @@ def test_escape_stops_an_answer_and_its_text_stays(visit: Open, engine: FakeEngi
     assert len(engine.cancelled) == 2
 
 
+def test_an_answer_that_streams_is_kept_when_its_view_or_page_is_left(visit: Open, engine: FakeEngine) -> None:
+    engine.script, engine.token_s = says(_LONG), 0.05
+    with visit() as v:
+        v.say("Go on.")
+        v.see(".reply .text", "The wire")
+        v.page.click("text=Compare")
+        v.see(".views [aria-pressed=true]", "Compare")
+        v.page.click(".views >> text=Chat")
+        v.see(".question .text", "Go on.")
+        v.see(".reply .text", "The wire")
+        v.see(".reply .facts", "stopped")
+        v.see(".reply button", "Regenerate").click()
+        v.see(".reply[aria-busy=true] .text", "The wire")
+        v.page.reload()
+        v.see(".question .text", "Go on.")
+        v.see(".versions", "2 of 2")
+        v.see(".reply .text", "The wire")
+        v.see(".reply .facts", "stopped")
+
+
 def test_settings_are_sent_and_a_conversation_is_exported(visit: Open, engine: FakeEngine) -> None:
     with visit() as v:
         v.see('.status[data-status="ready"]')
+        v.see(".settings a", "Routes of the API")
         v.page.fill("#system", "Be brief.")
         v.page.fill("#temperature", "0")
         v.page.fill("#seed", "7")
@@ -295,6 +316,16 @@ def test_the_dashboard_names_sites_commands_and_emulated_nodes(visit: Open, engi
     assert nodes == ["0, emulated", "1, emulated"]
 
 
+def test_the_dashboard_forgets_the_model_of_a_server_that_ended(visit: Open, engine: FakeEngine) -> None:
+    with visit("/dashboard", allowed=["status of 503"]) as v:
+        v.see(".bar .model", "tiny")
+        engine.state = EngineState(phase=Phase.LOADING, reason="weights 40%")
+        v.see('.status[data-status="loading"]')
+        assert v.page.inner_text(".bar .model") == ""
+        engine.state = EngineState(phase=Phase.READY)
+        v.see(".bar .model", "tiny")
+
+
 def test_a_code_block_can_be_copied(visit: Open, engine: FakeEngine) -> None:
     engine.script = says("So:\n```python\nfor i in x:\n    print(i)\n```\nDone.")
     with visit(permissions=["clipboard-read", "clipboard-write"]) as v:
@@ -336,6 +367,7 @@ def test_the_key_is_asked_for_and_kept_in_this_tab_only(visit: Open) -> None:
         v.press("Enter")
         v.see(".bar .model", "tiny")
         assert not v.page.locator("dialog").is_visible()
+        assert v.page.locator("text=Routes of the API").count() == 0  # a link sends no key
         assert v.page.evaluate("Object.values(sessionStorage).includes('secret')")
         assert v.page.evaluate("localStorage.length") == 0 and v.page.evaluate("document.cookie") == ""
         v.page.goto(f"{v.url}/dashboard")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -109,9 +110,14 @@ def test_a_trace_holds_both_ranks_collectives_and_what_outlasts_the_grace_time_i
         assert first["name"] == second["name"]
         # Neither can end before the other has begun: ranks of one host are on one clock.
         assert first["ts"] <= second["ts"] + second["dur"] and second["ts"] <= first["ts"] + first["dur"]
-    assert server.end() == 0
+    with ThreadPoolExecutor() as pool:
+        recording = pool.submit(httpx.get, f"{url}/comm/trace?seconds=30", timeout=120, trust_env=False)
+        time.sleep(0.5)
+        assert server.end() == 0
+        refused = recording.result()
+    assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
     assert streaming.finish(5)[-1] == "data: [DONE]"
-    assert "cancelling 1 sequences" in server.log
+    assert "cancelling 1 sequences" in server.log and "Traceback" not in server.log
 
 
 def _a_second_signal_ends_at_once(server: ServerProcess, url: str) -> None:

@@ -1,7 +1,9 @@
 """GET /, /comm and /comm/trace over a scripted engine. Health and metrics have their own files."""
 
+import asyncio
 import dataclasses
 import shlex
+import threading
 
 import httpx
 import msgspec
@@ -108,6 +110,22 @@ async def test_a_trace_has_all_ranks_for_the_requested_time(client: httpx.AsyncC
     assert {event["pid"] for event in response.json()["traceEvents"] if event["ph"] == "X"} == {0, 1}
     await client.get("/comm/trace")
     assert engine.recordings == [0.5, 2.0]
+
+
+def test_a_client_that_leaves_ends_its_recording(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    async def record(seconds: float) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(engine, "record_collectives", record)
+    with serve(app_for(engine)) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.get(f"{url}/comm/trace", params={"seconds": 30}, timeout=0.5)
+        assert ended.wait(20)
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "30.1", "nan", "inf", "soon", ""])
