@@ -1,6 +1,7 @@
 """Opens a model by known name, folder, .gguf, repo id or random weights; reads only headers."""
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fr
         return replace(_open_gguf(pull(model, progress=progress)), name=model)
     if model.startswith(RANDOM):
         return _open_random(model, seed)
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.is_file():
         if path.suffix == ".gguf":
             return _open_gguf(path)
@@ -134,7 +135,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         notes = [f"quantized as {quantized.describe()}"] if quantized else []
         stores_head = bool({HEAD, "lm_head.qweight", "lm_head.weight_packed"} & plain.names())
         check_tensors(reader, replace(config, tied_embeddings=config.tied_embeddings and not stores_head))
-        if config.tied_embeddings and stores_head and _has_own_head(reader, config):
+        if config.tied_embeddings and stores_head and _has_own_head(reader, plain, config):
             config = replace(config, tied_embeddings=False)
             notes.append("used with its own head, which differs from the embedding, although config.json ties them")
     if not (stated.get("dtype") or stated.get("torch_dtype")):
@@ -142,10 +143,12 @@ def _open_folder(folder: Path) -> Checkpoint:
     return _in_folder(folder, config, folder.absolute().name, lambda: reader, note="; ".join(notes))
 
 
-def _has_own_head(reader: CheckpointReader, config: LlamaConfig) -> bool:
+def _has_own_head(reader: CheckpointReader, plain: SafetensorsReader, config: LlamaConfig) -> bool:
     """Return True if head and embedding differ: transformers ties equal ones only. Cost: reads equal ones whole."""
+    stored = {plain.dtype_name(name) if name in plain.names() else "float32" for name in (HEAD, EMBEDDING)}
+    dtype = torch.float32 if len(stored) > 1 else getattr(torch, stored.pop())  # equal types need no conversion
     for rows in row_chunks(range(config.vocab_size), 4 * config.hidden_size):
-        head, embedding = torch.empty(2, len(rows), config.hidden_size)
+        head, embedding = torch.empty(2, len(rows), config.hidden_size, dtype=dtype)
         reader.read_into(head, HEAD, rows=rows)
         reader.read_into(embedding, EMBEDDING, rows=rows)
         if not torch.equal(head, embedding):
@@ -193,7 +196,7 @@ def _generation(folder: Path) -> dict[str, Any]:
 def _open_random(model: str, seed: int) -> Checkpoint:
     """Open random weights of a known shape, with a byte tokenizer whose special tokens replace the configuration's."""
     shape = model.removeprefix(RANDOM)
-    location = model if shape in RANDOM_SHAPES else RANDOM + str(Path(shape).expanduser().absolute())
+    location = model if shape in RANDOM_SHAPES else RANDOM + str(Path(os.path.expanduser(shape)).absolute())
     config = replace(random_config(shape), **SPECIAL_IDS)
     return Checkpoint(
         name=model,

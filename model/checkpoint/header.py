@@ -56,7 +56,7 @@ def has_copy(model: str) -> bool:
     if model in CATALOG:
         return is_cached(model)
     is_repo_id = _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     return is_repo_id or model.startswith(RANDOM) or os.path.isfile(path) or os.path.isdir(path)
 
 
@@ -70,7 +70,7 @@ def read_sizes(model: str) -> Sizes | None:
     if model.startswith(RANDOM):
         config = random_config(model.removeprefix(RANDOM))
         return Sizes(config.num_heads, config.num_layers, config.hidden_size, config.max_positions)
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if is_partial(path) or (path.is_dir() and any(path.glob("rank-*-of-*.weights"))):
         return None  # a folder of `tightwire prepare`; opening it says whether it is whole
     if path.is_dir():
@@ -88,7 +88,7 @@ def random_config(shape: str) -> LlamaConfig:
     """A known shape, or that of a config.json. Raises ModelError for others."""
     if shape in RANDOM_SHAPES:
         return RANDOM_SHAPES[shape]
-    if (path := Path(shape).expanduser()).is_file():
+    if (path := Path(os.path.expanduser(shape))).is_file():
         return config_from_hf(read_json(path))
     raise ModelError(
         f"unknown shape {shape!r}; choose one of {', '.join(RANDOM_SHAPES)}, or give the path of a config.json"

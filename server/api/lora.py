@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,4 +70,4 @@ def _require_runtime(options: AdapterOptions) -> Path:
     if options.lora_dir is None:
         message = "adapters cannot be loaded or unloaded while this server runs; start it with --lora-dir FOLDER"
         raise ApiError(403, message, code="lora_dir")
-    return Path(options.lora_dir).expanduser().resolve()
+    return Path(os.path.expanduser(options.lora_dir)).resolve()

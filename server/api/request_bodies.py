@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, ValidationInfo
+from pydantic import BeforeValidator, Field, ValidationInfo
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.api.fields import Fields, refusal
@@ -117,23 +117,11 @@ TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
-def _fail_fast(schema: Any) -> Any:
-    """A copy of the schema, or of a part of it, in which each list ends at its first invalid item."""
-    if isinstance(schema, dict):
-        ends = {"fail_fast": True} if schema.get("type") == "list" else {}
-        return {name: _fail_fast(part) for name, part in schema.items()} | ends
-    return [_fail_fast(part) for part in schema] if isinstance(schema, list) else schema
-
-
 class Body(Fields):
     # By name, at any depth: the values that are accepted because they have no effect, and advice for the others.
     unsupported: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = UNSUPPORTED_FIELDS
 
     model: str | None = Field(None, description="The served model's name; may be left out.")
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        return _fail_fast(handler(source))  # to collect the errors of a million items takes seconds
 
     def ignored_values(self) -> Iterator[tuple[str, str]]:
         """Path and name of each value that is ignored although its field is known."""

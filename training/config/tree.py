@@ -1,5 +1,6 @@
 """The configuration of a training run as a tree of checked values, as in its YAML file. Unknown keys are errors."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -376,13 +377,13 @@ class TrainConfig(Section):
 
     @property
     def run_folder(self) -> Path:
-        return Path(self.run).expanduser()
+        return Path(os.path.expanduser(self.run))
 
     @property
     def answers_folder(self) -> Path:
         """The folder of the answers that a run of data.kind distill learns from."""
         given = self.distill.answers if self.distill else ""
-        return Path(given).expanduser() if given else self.run_folder / "answers"
+        return Path(os.path.expanduser(given)) if given else self.run_folder / "answers"
 
     def check_ranks(self, topology: Topology) -> None:
         """Raises ValueError: the configuration does not fit these ranks."""

@@ -8,6 +8,7 @@ import glob
 import gzip
 import hashlib
 import json
+import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
         if pattern in OWN_FILES:
             found |= set(OWN_FILES[pattern])
             continue
-        matching = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
+        matching = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
         files = {path for path in matching if path.is_file()}
         if not files:
             raise DataError(

@@ -102,7 +102,7 @@ def make_run_folder(config: TrainConfig, control: Control) -> Path:
 
 def find_export_folder(config: TrainConfig, run: Path) -> Path:
     name = "model" if config.model.lora is None else "adapter"
-    return Path(config.export.folder).expanduser() if config.export.folder else run / name
+    return Path(os.path.expanduser(config.export.folder)) if config.export.folder else run / name
 
 
 def check_disk_space(config: TrainConfig, run: Path, *, checkpoint_bytes: int, num_parameters: int) -> None:

@@ -153,6 +153,7 @@ async def test_strict_fields_accepts_labels_and_neutral_values() -> None:
         (DetokenizeBody, {"tokens": [-1] * 99}, "tokens[0]"),
         (ResponsesBody, {"input": [{}] * 99}, "input[0]"),
         (MessagesBody, {"max_tokens": 1, "messages": [1] * 99}, "messages[0]"),
+        (ChatBody, {"messages": [USER], "structured_outputs": {"choice": [1] * 99}}, "structured_outputs.choice[0]"),
     ],
 )
 def test_a_list_ends_at_its_first_invalid_item(kind: type[Body], fields: dict[str, Any], param: str) -> None:
