@@ -170,8 +170,9 @@ class PrefixCache:
         if not self._enabled or request.prompt_logprobs is not None:  # scoring needs the logits of every token
             return 0
         num_tokens = len(request.token_ids) - 1
-        if not self._with_answers:  # a preempted sequence recomputes its generated tokens with their own kernels
-            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        # A preempted sequence recomputes its generated tokens with their own kernels, after a prompt's row of its own: others may still compute the rest.
+        if not self._with_answers:
+            num_tokens = min(num_tokens, request.num_prompt_tokens - 1)
         return num_tokens // self._block_size
 
     def _key(self, request: Request, index: int) -> bytes:

@@ -143,13 +143,13 @@ class Scheduler:
             reserved = sum(short.values())
             for request in leaders:
                 reserved -= short.get(request, 0)
-                if request not in step.preempted:
+                # Decode rows come first in a step, so they cannot continue a prefix of the same step, which advances in later rounds.
+                if request not in step.preempted and (preempting or request.in_prompt):
                     self._give(request, step, preempting=preempting, reserved=reserved)
             for request, num_tokens in step.tokens.items():
                 # From here on the sequence is not preempted in this step.
                 self.sequences.prefixes.enter(request, request.num_computed + num_tokens)
                 started.add(self.sequences.prefixes.next_key(request))
-            # Decode rows come first in a step, so they cannot continue after a prompt's rows of the same step.
             prompts = [request for request in followers if request.in_prompt and request not in step.preempted]
             if not (leaders and prompts and step.budget):
                 return
