@@ -91,7 +91,7 @@ docs: $(installed_dev)
 gpu-test: $(installed_dev)
 	$(pytest) -m "gpu or multi_gpu" $(ARGS)
 
-# Carries gpu-wheels/ to a machine whose Python has torch, Triton and transformers; results are in $OUT. ARGS="--rehearse" needs no GPU
+# Needs torch, Triton and transformers, and what gpu-wheels/ has. Results: gpu-check-out/ (or $OUT). ARGS="--rehearse" needs no GPU
 gpu-check:
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) tools/gpu_check.py $(ARGS)
 

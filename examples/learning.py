@@ -1,6 +1,6 @@
 """Does a model learn by trial, its control not, and what do quantized sums in its answers change? By GRPO, three seeds each.
 
-pip install 'tightwire[bench]'
+pip install matplotlib
 python examples/learning.py tasks [FOLDER] [key=value ...]        # three tasks with rewards in code, each beside its control
 python examples/learning.py allreduce [FOLDER] [key=value ...]    # two ranks answer together; the AllReduce of their answers differs
 

@@ -1,7 +1,8 @@
 """Uses a machine with a GPU completely: runs every stage that its time allows, goes on after a failure, and ends with one line of JSON.
 
 ``make gpu-check`` needs no network: what this Python lacks is taken from gpu-wheels/, which ``make gpu-wheels`` fills on a
-machine with one (``--wheels``). The folder $OUT gets results.json after every stage, log.txt and server.log with all output as it comes.
+machine with one (``--wheels``). gpu-check-out/ (or the folder $OUT) gets results.json after every stage, log.txt and server.log
+with all output as it comes.
 ``gpu_stages.py`` has the stages, ``gpu_sizes.py`` their sizes, ``gpu_programs.py`` what runs on the device itself.
 """
 
@@ -22,7 +23,7 @@ from gpu_sizes import FULL, SMALL
 from gpu_stages import STAGES, asked
 
 WHEELS = ROOT / "gpu-wheels"
-# What images with torch, Triton and transformers lack. The folder may have 64 MiB.
+# What images with torch, Triton and transformers lack.
 PACKAGES = [
     "annotated-types",
     "cffi",
@@ -42,7 +43,7 @@ PACKAGES = [
 ]
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_WHEEL_BYTES = 64 << 20
-TOTAL_S = 560.0  # such machines are lent for commands of ten minutes
+TOTAL_S = 560.0  # of all stages together; --total-s is another limit
 _LEAST_SHARE = 0.5  # of a stage's limit that must be left for it to begin
 
 
@@ -51,7 +52,7 @@ def normal(name: str) -> str:
 
 
 def install_wheels(machine: Machine) -> list[str]:
-    """Unpack those of the carried wheels whose package this Python lacks; their names. RuntimeError: a package is still missing."""
+    """Unpack those wheels of gpu-wheels/ whose package this Python lacks; their names. RuntimeError: a package is still missing."""
     found = {normal(name) for each in importlib.metadata.distributions() if (name := each.name)}
     missing = [each for each in WHEELS.glob("*.whl") if normal(each.name.split("-")[0]) not in found]
     if missing:
@@ -76,7 +77,7 @@ def fetch_wheels() -> None:
     platforms = [option for name in PLATFORMS for option in ("--platform", name)]
     subprocess.run([*pip, "--implementation", "cp", *platforms, "-d", str(WHEELS), *wanted], check=True)
     if (num_bytes := sum(each.stat().st_size for each in WHEELS.iterdir())) > MOST_WHEEL_BYTES:
-        raise SystemExit(f"{WHEELS} has {num_bytes / 2**20:.0f} MiB, and a check may carry {MOST_WHEEL_BYTES >> 20}")
+        raise SystemExit(f"{WHEELS} has {num_bytes / 2**20:.0f} MiB; at most {MOST_WHEEL_BYTES >> 20}")
 
 
 def run_stage(machine: Machine, stage: Stage) -> dict[str, Any]:

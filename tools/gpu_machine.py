@@ -20,7 +20,7 @@ from gpu_sizes import FULL, Sizes
 from tightwire.parent_death import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
-SITE = ROOT / "build" / "gpu-check"  # packages, models and runs; what is in $OUT is sent back
+SITE = ROOT / "build" / "gpu-check"  # packages, models and runs; results are in gpu-check-out/ or $OUT
 TIGHTWIRE = (sys.executable, "-m", "tightwire")
 PORT = "8137"
 NOTHING: Mapping[str, str] = {}

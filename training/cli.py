@@ -54,7 +54,7 @@ def _prepare(config: TrainConfig) -> TrainConfig:
         size = format_bytes(sum(path.stat().st_size for path in paths))
         _say(f"text: {num_files}, {size}")
         if is_missing:
-            _say("TensorBoard files will not be written: tensorboard is not installed (pip install 'tightwire[train]')")
+            _say("TensorBoard files will not be written: tensorboard is not installed (pip install tensorboard)")
     log = config.log.model_copy(update={"tensorboard": config.log.tensorboard and not is_missing})
     return config.model_copy(update={"log": log})
 
@@ -76,9 +76,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tightwire train",
         usage="tightwire train CONFIG.yaml [key=value ...] [--dry-run]",
-        description="Pre-train or fine-tune a Llama or an adapter, alone or under torchrun. `tightwire serve` opens the "
+        description="Pre-train or fine-tune a dense model or an adapter, alone or under torchrun. `tightwire serve` opens the "
         "exported folder. The same command resumes from the newest checkpoint.",
-        epilog=f"examples: {examples}. They run as they are: their text is English prose that comes with Tightwire.",
+        epilog=f"examples: {examples}. All but multi-node run as they are, on data that comes with Tightwire.",
         allow_abbrev=False,
     )
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG.yaml", help="a YAML file, or an example's name")

@@ -47,7 +47,7 @@ def _own_objection(world_size: int, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"peer memory is between GPUs, and its device is {device}"
     if find_spec("triton") is None:
-        return "Triton is not installed; python -m pip install 'tightwire[cuda]'"
+        return "Triton is not installed; python -m pip install triton"
     if torch.cuda.get_device_capability(device) < _CAPABILITY:
         return f"{torch.cuda.get_device_name(device)} is too old: its compute capability is below 8.0"
     if world_size > _MAX_RANKS:

@@ -25,8 +25,7 @@ _MAX_ITEMS = 10_000
 _MAX_DIVISOR = 20_000
 _SEARCH_S = 0.5  # of the innermost schema that is refused
 _NOT_INSTALLED = (
-    "needs the package llguidance, which is not installed on this server; install it with "
-    "`pip install 'tightwire[structured]'`"
+    "needs the package llguidance, which is not installed on this server; install it with `pip install llguidance`"
 )
 
 

@@ -122,5 +122,5 @@ def wants_traces(endpoint: str | None, environment: Mapping[str, str]) -> bool:
     except ModuleNotFoundError:
         installed = None
     if not installed:
-        raise ValueError(f"{source} needs OpenTelemetry; install it with `pip install 'tightwire[otel]'`")
+        raise ValueError(f"{source} needs OpenTelemetry; pip install opentelemetry-exporter-otlp-proto-http")
     return True

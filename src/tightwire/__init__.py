@@ -1,3 +1,3 @@
-"""Tightwire serves Llama models split over devices whose interconnect is slow."""
+"""Tightwire serves dense models (Llama and its relatives) split over devices whose interconnect is slow."""
 
 __version__ = "0.2.0"

@@ -50,7 +50,7 @@ def has_driver() -> bool:
 def why_no_launch() -> str:
     """Why Triton cannot launch kernels, or empty. It compiles a launcher in C for each kernel at its first launch."""
     if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed; python -m pip install 'tightwire[cuda]'"
+        return "Triton is not installed; python -m pip install triton"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler at run time; install gcc, or set CC"
     header = Path(sysconfig.get_config_var("INCLUDEPY"), "Python.h")

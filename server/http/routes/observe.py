@@ -123,7 +123,7 @@ def _home_response(request: Request, serving: Serving) -> Response:
         example = f"curl {shlex.quote(url + 'health')}"
     home = Home(
         name=f"Tightwire {__version__}",
-        about="Serves a Llama model, split over several processes or devices, with OpenAI's HTTP API.",
+        about="Serves a dense model, split over several processes or devices, with OpenAI's HTTP API.",
         model=model.info.name if model else None,
         status=str(status),
         links=_LINKS,

@@ -18,7 +18,7 @@ from helpers.kernels.program_order import permute_interpreted_programs
 from tightwire.comm.group.group import Group
 
 needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed (python -m pip install 'tightwire[cuda]')"
+    find_spec("triton") is None, reason="Triton is not installed (python -m pip install triton)"
 )
 
 

@@ -209,5 +209,5 @@ async def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_client(SamplingEngine()) as client:
         refused = await client.post("/v1/chat/completions", json={**CHAT, "response_format": {"type": "json_object"}})
         answered = await client.post("/v1/chat/completions", json=CHAT)
-    assert refused.status_code == 400 and "pip install 'tightwire[structured]'" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "pip install llguidance" in refused.json()["error"]["message"]
     assert answered.status_code == 200
