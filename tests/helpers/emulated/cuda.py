@@ -191,9 +191,10 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if to_host:
         kwargs["device"] = device
     host_args, host_kwargs = tree_map(_on_host, (args, kwargs))
+    draws = torch.Tag.nondeterministic_seeded in func.tags
     if func is _aten.mm.dtype:  # only CUDA has it
         func = _product
-    with _random_numbers_of(func, index):
+    with _random_numbers_of(index) if draws else contextlib.nullcontext():
         outputs = func(*host_args, **host_kwargs)
     if packet is _aten._to_copy and outputs.data_ptr() == host_args[0].data_ptr():
         outputs = outputs.clone()
@@ -214,11 +215,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _random_numbers_of(func: Any, index: int) -> Iterator[None]:
+def _random_numbers_of(index: int) -> Iterator[None]:
     """Draw those of an operation without a generator from the device's own."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        yield
-        return
     before = torch.get_rng_state()
     torch.set_rng_state(_random_states[index])
     try:
