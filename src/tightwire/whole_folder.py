@@ -42,10 +42,10 @@ def whole_folder(
     try:
         yield partial
         for path in [*partial.iterdir(), partial]:
-            _sync(path)
+            sync(path)
         check_place(out, check_replaced)  # it may have changed in the meantime
         _put(partial, out)
-        _sync(out.parent)
+        sync(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
@@ -122,7 +122,8 @@ def _put(partial: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until the file or folder is on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -5,13 +5,15 @@ over the ranks (about 1 GB/s). Does not import torch, so that a run is refused a
 """
 
 import json
-import os
 import re
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from tightwire.atomic_file import write_atomic
+from tightwire.whole_folder import sync
 
 _CHUNK_BYTES = 1 << 22
 
@@ -83,13 +85,11 @@ def remove_partial(run: Path) -> None:
 
 def publish(partial: Path, folder: Path, description: Mapping[str, Any]) -> None:
     """Write ``description`` into a folder that is otherwise complete, then rename the folder. Raises OSError."""
-    with (partial / _DESCRIPTION).open("w", encoding="utf-8") as file:
-        json.dump({"format": _FORMAT, "crc32": _crc_of(description), **description}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(partial)
+    content = json.dumps({"format": _FORMAT, "crc32": _crc_of(description), **description}, indent=1)
+    write_atomic(partial / _DESCRIPTION, content.encode())
+    sync(partial)
     partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def prune(run: Path, keep: int) -> None:
@@ -140,11 +140,3 @@ def _advice(folder: Path) -> str:
 
 def _crc_of(description: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(description).encode())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -93,7 +93,9 @@ def make_run_folder(config: TrainConfig, control: Control) -> Path:
             except OSError as failure:
                 raise ValueError(f"run: {run} cannot be written to: {failure}") from None
             try:
-                check_out(find_export_folder(config, run), CONFIG if config.model.lora is None else ADAPTER_CONFIG)
+                marker = CONFIG if config.model.lora is None else ADAPTER_CONFIG
+                read = config.model.start, config.model.tokenizer, config.distill.target if config.distill else ""
+                check_out(find_export_folder(config, run), marker, read)
             except (OSError, ValueError) as failure:
                 raise ValueError(f"export.folder: {failure}") from None
     _check_shared(run, control)

@@ -1,20 +1,19 @@
 """Runs training on one rank, from the configuration to the exported model."""
 
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Event
-from types import FrameType
 from typing import Any
 
 import torch
 
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.topology import Topology
+from tightwire.parent_death import stop_signals
 from tightwire.progress import spinner
 from tightwire.run_page import write_page
 from tightwire.threads import ReadAhead
@@ -51,25 +50,6 @@ from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make
 from tightwire.training.start.export import export_adapter, export_folder
 from tightwire.training.start.lora import actors, critics
 from tightwire.training.start.model import HEAD_NAME, StartingModel, open_starting_model
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], int]]:
-    """Inside ``with``, the function returns the number of the first SIGINT or SIGTERM, or 0. The second ends the process."""
-    received = 0
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal received
-        received = number
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
 
 # Errors after a run has started.
 FAILURES = (CheckpointError, BrokenDataError, DivergedError, CommError, OSError)

@@ -165,6 +165,13 @@ def test_an_unusable_export_folder_is_refused_at_the_start(tmp_path: Path) -> No
         train(make_config(tmp_path, f"export.folder={tmp_path}"))
 
 
+def test_a_folder_that_no_run_exported_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="export.folder: .* exists and has no tightwire-export.json"):
+        train(make_config(tmp_path, f"export.folder={tmp_path}/project"))
+
+
 def test_too_little_held_out_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"held-out documents do not fill one sequence.*raise data.held_out \(now 0.0\)"
