@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -70,7 +71,7 @@ class Documents:
             try:
                 with opened(path, "rt", encoding="utf-8") as lines:
                     yield from self._documents(path, lines)
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"{path}: cannot be read: {error}") from None
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}: is not UTF-8 text: {error}; convert or remove it") from None
@@ -208,9 +209,12 @@ def _json_lines(path: Path, lines: IO[str]) -> Iterator[tuple[Line, Any]]:
         line = Line(text)
         line.place = f"{path}:{number}"
         try:
-            yield line, json.loads(text)
-        except json.JSONDecodeError as error:
+            value = json.loads(text)
+            if "\\u" in text:
+                json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
             raise DataError(f"{line.place}: is not valid JSON: {error}") from None
+        yield line, value
 
 
 def _json_texts(path: Path, lines: IO[str], key: str) -> Iterator[str]:

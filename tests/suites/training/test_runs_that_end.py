@@ -72,6 +72,22 @@ def test_damaged_data_ends_a_run_and_saves_it(tmp_path: Path, capsys: pytest.Cap
     assert "reading the data up to position" in capsys.readouterr().err
 
 
+def test_any_error_of_the_reader_ends_a_run_and_saves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 0
+
+    def fail(document: str, share: float) -> bool:
+        nonlocal count
+        count += 1
+        return 1 // (40 - count) < 0
+
+    monkeypatch.setattr("tightwire.training.data.documents.is_held_out", fail)
+    with pytest.raises(
+        BrokenDataError, match=r"after step \d: the data cannot be read: ZeroDivisionError.* weights are in"
+    ):
+        train(make_config(tmp_path, "data.sequence_tokens=32"))
+    assert checkpoints_in(tmp_path / "run")
+
+
 def test_damaged_data_at_the_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="late.jsonl:3: is not valid JSON"):
         train(make_config(tmp_path, _with_late_damage(tmp_path, 2)), 2)

@@ -40,8 +40,17 @@ def test_lines_of_json_are_documents_compressed_or_not(tmp_path: Path) -> None:
     [
         ("a.jsonl", b'{"text": "x"}\n{oops\n', r"a.jsonl:2: is not valid JSON"),
         ("a.jsonl", b'{"body": "x"}\n', r"a.jsonl:1: has no text under 'text' \(found: body\); set data.text_key"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "\\ud83d"}\n',
+            r"a.jsonl:2: is not valid JSON: .* surrogates not allowed",
+        ),
+        ("a.jsonl", b'{"text": "x", "\\ud83d": 1}\n', r"a.jsonl:1: is not valid JSON: .* surrogates not allowed"),
+        ("a.jsonl", b"1" * 5000, "a.jsonl:1: is not valid JSON: .*digits"),
+        ("a.jsonl", b"[" * 200_000, "a.jsonl:1: is not valid JSON: .*recursion"),
         ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("a.txt.gz", b"not compressed", "cannot be read"),
+        ("a.txt.gz", gzip.compress(b"text")[:10] + b"\xff" * 8, "cannot be read: Error -3"),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
