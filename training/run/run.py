@@ -10,7 +10,9 @@ from threading import Event
 from typing import Any
 
 import torch
+import yaml
 
+from tightwire.atomic_file import write_atomic
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.topology import Topology
 from tightwire.parent_death import stop_signals
@@ -89,7 +91,7 @@ class Run:
         self._config, self._data, self._control, self._engines = config, data, ranks.control, engines
         self._answering = rollout_group(ranks.groups.main, config.rollout.tp)
         check_same_configuration(config, data, ranks.control)
-        self._folder = make_run_folder(config, ranks.control)
+        self._folder = make_run_folder(config, ranks.control, ranks.held)
         self._start = _open_starting_model(config, data, self._folder, ranks)
         self._identity = identity_of(
             config, self._start.config, name=self._start.name, files=describe_files(data.documents.files)
@@ -149,6 +151,10 @@ class Run:
                     evaluate = Evaluator(config, trained, start, control, held_out).run
                 else:
                     evaluate = partial(rollouts.evaluate, held_out)
+            with control.failing_together(OSError):  # from here on nothing refuses the run
+                if control.rank == 0:
+                    settings = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+                    write_atomic(self._folder / "config.yaml", settings.encode())
             flops = flops_per_token(
                 start.config, config.data.sequence_tokens, config.product_passes, scores=config.model.head == "reward"
             )

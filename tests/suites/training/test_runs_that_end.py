@@ -1,6 +1,7 @@
 """Runs that end early: refusals at the start, inf and NaN, damaged files."""
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tightwire.training.data.documents import DataError
 from tightwire.training.engine.engine import Engine
 from tightwire.training.run.loop import BrokenDataError, DivergedError
 from tightwire.training.start.model import StartingModel
+from tightwire.whole_folder import only_user
 
 _RUINOUS = ("optimizer={name: sgd, lr: 1e30, weight_decay: 0, clip_norm: null}", "schedule.warmup_steps=0")
 
@@ -117,6 +119,27 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(tmp_path: Path) 
     ):
         with pytest.raises(OtherRunError, match=words):
             train(make_config(tmp_path, override))
+
+
+def test_a_refused_run_leaves_the_configuration_of_the_run_before(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "schedule.steps=1", "schedule.warmup_steps=0"))
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    assert "steps: 1\n" in before
+    with pytest.raises(OtherRunError):
+        train(make_config(tmp_path, "optimizer.name=adam"), 2)
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    left = tmp_path / "run" / "step-00000001.partial"
+    left.mkdir(parents=True)
+    with (
+        only_user(tmp_path / "run"),
+        pytest.raises(ValueError, match=rf"run: .*run is used by process {os.getpid()} on .*; wait until it ends, or"),
+    ):
+        train(config, 2)
+    assert left.is_dir()
 
 
 def test_fewer_steps_than_in_the_checkpoint_are_refused(tmp_path: Path) -> None:
