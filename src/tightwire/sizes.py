@@ -1,4 +1,4 @@
-"""Parses, formats and compares byte sizes: ``2GiB``, ``512MB``, ``4096``; aligns the columns of a table in text."""
+"""Parses, formats and compares byte sizes: ``2GiB``, ``512MB``, ``4096``; formats counts; aligns the columns of a table in text."""
 
 import re
 import shutil
@@ -61,3 +61,12 @@ def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def format_count(number: float) -> str:
+    """Three significant digits, such as ``12.3k``."""
+    for unit in ("", "k"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}M"

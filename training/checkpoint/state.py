@@ -23,6 +23,7 @@ from tightwire.training.checkpoint.files import Chunk, FlatShard, chunks_of, key
 from tightwire.training.checkpoint.folders import OtherRunError, read_description
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.engine.gradients import GradientCompressor
+from tightwire.training.optimizer import names_of_state
 
 _OPTIMIZER, _PARAMETERS, _BETWEEN = "optimizer", "parameters", "between"
 
@@ -214,6 +215,14 @@ def restore(folder: Path, description: Mapping[str, Any], state: RunState) -> No
     """
     keys = keys_in(folder)
     _check_parameters(folder, state.shards, keys, description["config"]["model"]["frozen"])
+    its = description["config"]["optimizer"]["options"]
+    for kept in description["scalars"]["optimizer"].values():
+        there = {*kept, *(key.split("/")[1] for key in keys if key.startswith(f"{_OPTIMIZER}/"))}
+        if missing := sorted(names_of_state(state.optimizer) - there):
+            raise OtherRunError(
+                f"{folder} has no {' and no '.join(missing)} of the optimizer, which optimizer.options need here; restore those of its "
+                f"run, {its}, or start a new `run` from the exported model (model.start)"
+            )
     with torch.no_grad():
         read_chunks(folder, wanted_state(state, description["scalars"], keys))
         _restore_compressor(folder, description, state)

@@ -142,6 +142,15 @@ def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
     assert left.is_dir()
 
 
+def test_options_that_need_state_which_the_checkpoint_lacks_are_refused(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "schedule.steps=2"))
+    words = (
+        r"has no max_exp_avg_sq of the optimizer, which optimizer.options need here; restore those of its run, \{\}, or"
+    )
+    with pytest.raises(OtherRunError, match=words):
+        train(make_config(tmp_path, "optimizer.options={amsgrad: true}"), 2)
+
+
 def test_fewer_steps_than_in_the_checkpoint_are_refused(tmp_path: Path) -> None:
     train(make_config(tmp_path, "schedule.steps=2"))
     with pytest.raises(OtherRunError, match=r"more steps than schedule.steps=1; give at least 2"):
