@@ -13,6 +13,7 @@ from tightwire.model.checkpoint.errors import ChatTemplateError
 from tightwire.training.data.documents import DataError, Line
 
 IGNORED = -100  # a target that nothing learns; torch's ignore_index
+_SEEN_CHARACTERS = 64  # more than the longest special token has
 
 Render = Callable[..., str]  # of messages; ``add_generation_prompt`` as in ``Tokenizer.render_chat``
 Messages = Sequence[Mapping[str, Any]]
@@ -53,7 +54,10 @@ class ChatEncoder:
             raise DataError(f"{place}: {error}") from None
         tokens, learned = [], []
         for number, (begin, end) in enumerate(zip(cuts, [*cuts[1:], len(text)], strict=True)):
-            own = self.encode(text[begin:end])
+            # A tokenizer may begin every text with a space, so a part is encoded behind what the model sees before it.
+            first = max(0, begin - _SEEN_CHARACTERS)
+            before, upto = self.encode(text[first:begin]), self.encode(text[first:end])
+            own = upto[len(before) :] if upto[: len(before)] == before else self.encode(text[begin:end])
             tokens += own
             # What a template writes after the end of the turn, such as a newline, is not generated.
             ends = [at for at, token in enumerate(own) if token in self.end_token_ids]
