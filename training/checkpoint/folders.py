@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tightwire.atomic_file import write_atomic
+from tightwire.large_file import file_crc
 from tightwire.whole_folder import sync
-
-_CHUNK_BYTES = 1 << 22
 
 
 class CheckpointError(RuntimeError):
@@ -28,15 +27,7 @@ class OtherRunError(ValueError):
 
 def file_digests(folder: Path, names: Iterable[str]) -> dict[str, int]:
     """The CRC-32 of each file of ``folder``. Raises OSError: a file is missing or cannot be read."""
-    return {name: _file_crc(folder / name) for name in sorted(set(names))}
-
-
-def _file_crc(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
-    return crc
+    return {name: file_crc(folder / name) for name in sorted(set(names))}
 
 
 _NAME = re.compile(r"step-\d{8,}")
@@ -123,7 +114,7 @@ def check_files(folder: Path, description: Mapping[str, Any], *, rank: int, worl
     digests = description["digests"]
     for name in sorted(digests)[rank::world_size]:
         try:
-            if _file_crc(folder / name) == digests[name]:
+            if file_crc(folder / name) == digests[name]:
                 continue
             damage = "is damaged: its CRC-32 differs from the recorded one"
         except OSError as error:

@@ -1,16 +1,13 @@
 """Writes the run's log: one JSON line per step and evaluation, and TensorBoard scalars if enabled."""
 
 import json
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from tightwire.progress import StepBar
 from tightwire.run_page import LOG, drop_after
 from tightwire.sizes import format_bytes, format_count
 
@@ -96,25 +93,17 @@ class RunLog:
             self._writer.close()
 
 
-class Terminal:
+class Terminal(StepBar):
     """The lines and the bar of a run of ``steps`` steps. Ranks other than 0 print nothing."""
 
     def __init__(self, steps: int, every: int, *, rank: int = 0, done: int = 0, stream: TextIO | None = None) -> None:
         """``every``: steps between two lines. ``done``: steps so far."""
+        super().__init__(steps, done=done, is_quiet=rank > 0, stream=stream)
         self._steps, self._every = steps, every
-        self._console = Console(file=stream or sys.stderr, quiet=rank > 0)
-        columns = BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-        has_bar = self._console.is_terminal and rank == 0
-        self._bars = Progress(*columns, console=self._console, transient=True, disable=not has_bar)
-        self._task = self._bars.add_task("", total=steps, completed=done)
-        self._bars.start()
-
-    def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
         short = f"loss {record.loss:.3f}  {format_count(record.tokens_per_s)} tok/s"
-        self._bars.update(self._task, completed=record.step, description=short)
+        self.move(record.step, short)
         if record.step % self._every == 0 or record.step in (1, self._steps):
             self.say(f"step {record.step:>{len(str(self._steps))}}/{self._steps}  {describe(record)}")
 
@@ -124,10 +113,6 @@ class Terminal:
         self.say(f"held-out{loss}{figures} after step {record.step} ({record.tokens} tokens)")
         for prompt, text in record.samples:
             self.say(f"    {prompt!r} -> {text!r}")
-
-    def close(self) -> None:
-        """Remove the progress bar. ``say`` still works."""
-        self._bars.stop()
 
 
 def describe(record: StepRecord) -> str:
