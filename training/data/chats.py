@@ -6,7 +6,8 @@ each sample, which transformers reads as its border. A row's rest is filled with
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from tightwire.model.checkpoint.errors import ChatTemplateError
@@ -34,6 +35,17 @@ class ChatEncoder:
     render: Render
     encode: Callable[[str], list[int]]  # without special tokens around the text
     end_token_ids: tuple[int, ...]
+
+    def of(self, line: Mapping[str, Any], place: str) -> "ChatEncoder":
+        """The encoder for a line with ``tools``. Raises DataError: the chat template drops or rejects them."""
+        tools, asked = line.get("tools"), [{"role": "user", "content": "Hi"}]
+        render = partial(self.render, tools=tools)
+        try:
+            if tools and render(asked, True) == self.render(asked, True):
+                raise DataError(f"{place}: the model's chat template does not write tools; remove them from the line")
+        except ChatTemplateError as error:
+            raise DataError(f"{place}: {error}") from None
+        return replace(self, render=render) if tools else self
 
     def __call__(self, messages: Messages, place: str, first: int = 0) -> tuple[list[int], list[bool]]:
         """``first``: messages before it are not learned. Raises DataError: the chat template rejects the messages, or does not write them one after the other."""
@@ -87,7 +99,7 @@ class ChatPacker:
             if self.recorded:
                 sample = recorded_row(value)
             else:
-                sample = make_row(*self.encode(value["messages"], place), self.sequence_tokens, place)
+                sample = make_row(*self.encode.of(value, place)(value["messages"], place), self.sequence_tokens, place)
             if len(row.inputs) + len(sample.inputs) > self.sequence_tokens:
                 yield fill_row(row, self.sequence_tokens, self.end_token_id)
                 row = Row([], [], [])
@@ -114,9 +126,9 @@ class PairPacker:
         """Raises DataError: a prompt with its answer is longer than a row."""
         for document in documents:
             place, value = document.place if isinstance(document, Line) else "a preference", json.loads(document)
-            pair = Row([], [], [])
+            pair, encode = Row([], [], []), self.encode.of(value, place)
             for answer in (value["chosen"], value["rejected"]):
-                encoded = self.encode([*value["prompt"], *answer], place, first=len(value["prompt"]))
+                encoded = encode([*value["prompt"], *answer], place, first=len(value["prompt"]))
                 encoded = up_to_answer(*encoded) if self.scored else encoded
                 row = fill_row(make_row(*encoded, self.sequence_tokens, place), self.sequence_tokens, self.end_token_id)
                 for values, more in zip(pair, row, strict=True):
@@ -147,7 +159,7 @@ class PromptPacker:
             place, value = document.place if isinstance(document, Line) else "a prompt", json.loads(document)
             messages = value.pop("prompt")
             try:
-                tokens = self.encode.encode(self.encode.render(messages, add_generation_prompt=True))
+                tokens = self.encode.encode(self.encode.of(value, place).render(messages, add_generation_prompt=True))
             except ChatTemplateError as error:
                 raise DataError(f"{place}: {error}") from None
             if len(tokens) + self.answer_tokens > self.sequence_tokens:

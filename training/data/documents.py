@@ -69,7 +69,7 @@ class Documents:
         for path in files:
             opened = gzip.open if path.suffix == ".gz" else open
             try:
-                with opened(path, "rt", encoding="utf-8") as lines:
+                with opened(path, "rt", encoding="utf-8-sig") as lines:  # without the mark that some editors begin with
                     yield from self._documents(path, lines)
             except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"{path}: cannot be read: {error}") from None
@@ -100,8 +100,9 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
         if pattern in OWN_FILES:
             found |= set(OWN_FILES[pattern])
             continue
-        matching = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
-        files = {path for path in matching if path.is_file()}
+        given = os.path.expanduser(pattern)
+        matching = [given] if os.path.isfile(given) else glob.glob(given, recursive=True)  # a name may have brackets
+        files = {path for path in map(Path, matching) if path.is_file()}
         if not files:
             raise DataError(
                 f"data: no file matches {pattern} (in {Path.cwd()}); give paths or patterns such as docs/**/*.md, or "

@@ -64,6 +64,20 @@ def test_a_pattern_without_a_file_is_refused(tmp_path: Path) -> None:
         find_files([f"{tmp_path}/*.txt"])
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    for name, content in (("a.txt", "one"), ("b.jsonl", '{"text": "two"}')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert list(Documents(files=find_files([f"{tmp_path}/*"]))) == ["one", "two"]
+
+
+def test_the_path_of_a_file_is_no_pattern(tmp_path: Path) -> None:
+    for name in ("text[1].txt", "text1.txt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_files([f"{tmp_path}/text[1].txt"])] == ["text[1].txt"]
+    (tmp_path / "text[1].txt").unlink()
+    assert [path.name for path in find_files([f"{tmp_path}/text[1].txt"])] == ["text1.txt"]
+
+
 def test_the_prose_that_comes_with_the_package_has_a_name() -> None:
     assert [path.stem for path in find_files(["english-prose"])] == ["emma", "jargon", "opticks", "tom_sawyer"]
 
