@@ -1,4 +1,4 @@
-"""Parses, formats and compares byte sizes: ``2GiB``, ``512MB``, ``4096``; formats counts; aligns the columns of a table in text."""
+"""Parses, formats and compares byte sizes: ``2GiB``, ``512MB``, ``4096``; formats counts and durations; aligns the columns of a table in text."""
 
 import re
 import shutil
@@ -70,3 +70,16 @@ def format_count(number: float) -> str:
             return f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.3g}M"
+
+
+def format_millions(count: int) -> str:
+    """A number of parameters, such as ``12.3 M`` or ``1.24 B``."""
+    return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.2f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the largest unit of which it has two, such as ``2.5 h``, or in milliseconds."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{1e3 * seconds:.0f} ms"

@@ -200,12 +200,25 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
             raise OtherRunError(
                 f"{folder} was written with {name} {its}, but this run has {own}; use {its}, or another `run`"
             )
+    kept, own = (_about_answers(each) for each in (description["config"], config.model_dump(mode="json")))
+    if description.get("answers") and (differing := _difference(kept, own)):
+        raise OtherRunError(
+            f"{folder} has answers that the next steps learn from, and {differing}; restore that value until a rollout's last step, or "
+            "give another `run`"
+        )
     if description["step"] > config.schedule.steps:
         raise OtherRunError(
             f"{folder} has more steps than schedule.steps={config.schedule.steps}; give at least "
             f"{description['step']}, or another `run`"
         )
     return description
+
+
+def _about_answers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that say which answers a step learns from."""
+    own = config["ppo"] or config["grpo"]
+    names = own.keys() & {"samples", "updates", "epochs", "minibatches"}
+    return {"batch.sequences": config["batch"]["sequences"], **{name: own[name] for name in names}}
 
 
 def restore(folder: Path, description: Mapping[str, Any], state: RunState) -> None:
