@@ -1,8 +1,9 @@
 """Parses, formats and compares byte sizes: ``2GiB``, ``512MB``, ``4096``; formats counts and durations; aligns the columns of a table in text."""
 
+import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _UNITS = {"": 1, "B": 1}
@@ -49,6 +50,21 @@ def disk_shortage(folder: Path, num_bytes: int) -> str:
     return (
         f"{format_bytes(num_bytes)} are needed and {format_bytes(free)} are free; free {format_bytes(num_bytes - free)}"
     )
+
+
+def check_disks(needs: Iterable[tuple[str, Path, int, str]], advice: str) -> None:
+    """Raises ValueError: a disk has no room for all that shall be written to it; the message ends with ``advice``.
+
+    ``needs``: the option that names a folder, the folder, how many bytes go there, and what they are.
+    """
+    on_disk: dict[int, list[tuple[str, Path, int, str]]] = {}
+    for need in needs:
+        on_disk.setdefault(os.stat(need[1]).st_dev, []).append(need)
+    for own in on_disk.values():
+        key, folder, *_ = own[0]
+        if lacking := disk_shortage(folder, sum(num_bytes for _, _, num_bytes, _ in own)):
+            what = f"{folder} has no room for {' and '.join(what for *_, what in own)}: {lacking}"
+            raise ValueError(f"{key}: {what}, give another `{key}`, {advice}")
 
 
 def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:

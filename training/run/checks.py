@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tightwire.comm.errors import name_ranks
-from tightwire.sizes import disk_shortage, format_bytes
+from tightwire.sizes import check_disks, format_bytes
 from tightwire.training.checkpoint.folders import checkpoints_in, remove_partial
 from tightwire.training.checkpoint.state import RunState
 from tightwire.training.config.tree import TrainConfig
@@ -114,17 +114,11 @@ def check_disk_space(config: TrainConfig, run: Path, *, checkpoint_bytes: int, n
     more = config.checkpoint.keep + 1 - min(config.checkpoint.keep, len(checkpoints_in(run)))
     model_bytes = num_parameters * getattr(torch, config.export.dtype).itemsize
     keep, out = config.checkpoint.keep, find_export_folder(config, run).parent
-    on_disk: dict[int, list[tuple[str, Path, int, str]]] = {}
-    for needed in (
+    needs = (
         ("run", run, more * checkpoint_bytes, f"{more} checkpoints of {format_bytes(checkpoint_bytes)}"),
         ("export.folder", out, model_bytes, f"the exported model of {format_bytes(model_bytes)}"),
-    ):
-        on_disk.setdefault(os.stat(needed[1]).st_dev, []).append(needed)
-    for needs in on_disk.values():
-        key, folder, *_ = needs[0]
-        if lacking := disk_shortage(folder, sum(num_bytes for _, _, num_bytes, _ in needs)):
-            what = f"{folder} has no room for {' and '.join(what for *_, what in needs)}: {lacking}"
-            raise ValueError(f"{key}: {what}, give another `{key}`, or lower checkpoint.keep={keep}")
+    )
+    check_disks(needs, f"or lower checkpoint.keep={keep}")
 
 
 def _check_shared(run: Path, control: Control) -> None:

@@ -15,6 +15,7 @@ import yaml
 from tightwire.atomic_file import write_atomic
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.topology import Topology
+from tightwire.model.checkpoint.catalog import CATALOG
 from tightwire.parent_death import stop_signals
 from tightwire.progress import spinner
 from tightwire.run_page import write_page
@@ -257,12 +258,14 @@ class Run:
         if lora is None:
             tensors = chain(trained(), self._frozen_tensors())
             error = export_folder(out, tensors, start.config, start.tokenizer, **how)
-        elif config.ppo is None:
-            error = export_adapter(out, trained(), lora, config.model.start, **how)
         else:
-            error = export_adapter(out, actors(trained()), lora, config.model.start, **how)
-            values = critics(trained(), HEAD_NAME)
-            error = export_adapter(self._folder / _CRITIC, values, lora, config.model.start, **how) or error
+            given, is_alone = Path(os.path.expanduser(config.model.start)), config.ppo is None
+            is_path = given.exists() and config.model.start not in CATALOG
+            base = str(given.absolute()) if is_path else config.model.start
+            error = export_adapter(out, trained() if is_alone else actors(trained()), lora, base, **how)
+            if not is_alone:
+                values = critics(trained(), HEAD_NAME)
+                error = export_adapter(self._folder / _CRITIC, values, lora, base, **how) or error
         if error := self._control.gather(error)[0]:
             raise CheckpointError(
                 f"the trained model could not be exported: {error}; its checkpoint is complete, and the same command exports it again"
@@ -285,18 +288,14 @@ class Run:
 
 def _open_starting_model(config: TrainConfig, data: RunData, run: Path, ranks: Ranks) -> StartingModel:
     """Rank 0 opens the model first: it may download a model or train a tokenizer, which the other ranks then read."""
-
-    def start() -> StartingModel:
-        return open_starting_model(
-            config.model, seed=config.seed, keep_in=run / _TOKENIZER, texts=lambda: data.training(0, in_order=True)
-        )
-
+    how: Any = {"seed": config.seed, "keep_in": run / _TOKENIZER, "texts": partial(data.training, 0, in_order=True)}
+    how |= {"files": describe_files(data.documents.files), "resumes": find_checkpoint(run, resume=True) is not None}
     own = None
     with ranks.control.failing_together(ValueError):
         if ranks.control.rank == 0:
             try:
                 data.check_documents()
-                own = start()
+                own = open_starting_model(config.model, **how)
             except OSError as error:
                 raise ValueError(str(error)) from None
-    return own or start()
+    return own or open_starting_model(config.model, **how)

@@ -108,12 +108,29 @@ def test_a_trained_tokenizer_is_saved_and_reused(tmp_path: Path) -> None:
     texts = ["the quick brown fox jumps over the lazy dog " * 3, "pack my box with five dozen liquor jugs"]
     trained = train_bpe(290, tmp_path, lambda: texts)
     found = train_bpe(290, tmp_path, lambda: pytest.fail("it is there"))
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
 
     assert trained.vocab_size == found.vocab_size == 290
     ids = found.encode(texts[1])
     assert ids == trained.encode(texts[1]) and len(ids) < len(texts[1])
     assert found.decode(ids) == texts[1]
     assert found.bos_token_id == 0 and found.eos_token_ids == (1, 3)
+
+
+def test_a_tokenizer_of_other_files_or_another_size_is_not_reused(tmp_path: Path) -> None:
+    texts, keep_in = ["the quick brown fox jumps over the lazy dog " * 3], tmp_path / "tokenizer"
+    train_bpe(280, keep_in, lambda: texts, "a")
+    assert train_bpe(285, keep_in, lambda: texts, "a").vocab_size == 285
+    with pytest.raises(
+        ValueError, match="the checkpoints have bpe:285 of their data.files, not bpe:280 of these; restore"
+    ):
+        train_bpe(280, keep_in, lambda: texts, "a", resumes=True)
+    with pytest.raises(ValueError, match="restore both, or give another `run`"):
+        train_bpe(285, keep_in, lambda: texts, "b", resumes=True)
+    assert train_bpe(285, keep_in, lambda: pytest.fail("it is there"), "a", resumes=True).vocab_size == 285
+    train_bpe(285, keep_in, lambda: texts * 2, "b")
+    (keep_in / "made_of.json").unlink()  # a version that did not write it
+    assert train_bpe(285, keep_in, lambda: pytest.fail("it is there"), "a", resumes=True).vocab_size == 285
 
 
 @pytest.mark.parametrize(
