@@ -26,14 +26,23 @@ def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, 
         name: tuple(value) if isinstance(value, list) else value for name, value in config.options.items()
     }
     groups = [{**group, "weight_decay": config.weight_decay * (group["name"] == "matrices")} for group in param_groups]
-    tried = torch.nn.Parameter(torch.zeros(1, device=param_groups[0]["params"][0].device))
-    tried.grad = torch.zeros_like(tried)
     try:
-        # Try a step on one element first: the class refuses some values only in a step.
-        cls([{"params": [tried], "weight_decay": config.weight_decay}], lr=config.lr, **options).step()
-        return cls(groups, lr=config.lr, **options)
+        optimizer = cls(groups, lr=config.lr, **options)
+        names_of_state(optimizer)  # the class refuses some values only in a step
+        return optimizer
     except (TypeError, ValueError, IndexError, AssertionError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"optimizer.options: {config.torch_name} refuses these values: {error}") from None
+
+
+def names_of_state(optimizer: Optimizer) -> set[str]:
+    """The names of what the optimizer keeps of a parameter, found by a step of an equal one on one element."""
+    cls, group = type(optimizer), optimizer.param_groups[0]
+    tried = torch.nn.Parameter(torch.zeros(1, device=group["params"][0].device))
+    tried.grad = torch.zeros_like(tried)
+    given = {name: group[name] for name in set(inspect.signature(cls).parameters) - {"params"} if name in group}
+    trial = cls([tried], **given)
+    trial.step()
+    return {name for name, value in trial.state[tried].items() if value is not None}
 
 
 def learning_rate(schedule: ScheduleConfig, height: float, step: int) -> float:

@@ -1,6 +1,7 @@
 """Ends a child process when its parent dies, and a parent of several hosts that stays stopped; reads /proc of both.
 
-Two functions say what the signals of terminals and service managers do: nothing in a child, and a clean-up before they end a parent.
+Three functions say what the signals of terminals and service managers do: nothing in a child, a clean-up before they end a parent, and a note for
+what ends by itself.
 """
 
 import ctypes
@@ -8,8 +9,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 _LIBC = ctypes.CDLL(None)  # loaded here: code between fork and exec must not load libraries
 _PR_SET_PDEATHSIG = 1
@@ -79,3 +82,21 @@ def process_age_s() -> float:
     stat = Path("/proc/self/stat").read_text()
     start_ticks = int(stat.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], int]]:
+    """Inside ``with``, the function returns the number of the first SIGINT or SIGTERM, or 0. The second ends the process."""
+    received = 0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = number
+        signal.signal(number, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -162,3 +162,32 @@ class Speed:
         tokens = self._num_tokens if num_tokens is None else num_tokens
         rate = f", {(tokens - 1) / (self._last_s - self._first_s):.1f} tokens/s" if self._last_s > self._first_s else ""
         return f"{tokens} token{'' if tokens == 1 else 's'}{rate}, first after {1e3 * self._first_s:.0f} ms"
+
+
+class StepBar:
+    """Lines above the bar of a run of ``steps`` steps; the bar is shown on a terminal alone."""
+
+    def __init__(self, steps: int, *, done: int = 0, is_quiet: bool = False, stream: TextIO | None = None) -> None:
+        """``done``: steps so far. ``is_quiet``: show nothing. ``stream``: instead of standard error."""
+        from rich.console import Console  # only who shows it imports it
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        self._console = Console(file=stream or sys.stderr, quiet=is_quiet)
+        columns = BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        has_bar = self._console.is_terminal and not is_quiet
+        self._bars = Bars(*columns, console=self._console, transient=True, disable=not has_bar)
+        self._task = self._bars.add_task("", total=steps, completed=done)
+        self._bars.start()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def move(self, done: int, text: str) -> None:
+        """Show that so many steps are done, and ``text`` beside the bar."""
+        self._bars.update(self._task, completed=done, description=text)
+
+    def close(self) -> None:
+        """Remove the bar. ``say`` still works."""
+        self._bars.stop()

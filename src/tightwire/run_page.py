@@ -1,4 +1,4 @@
-"""Reads the log of a training run, and writes its page, ``run.html``: every logged figure over the steps, and the answers that were
+"""Reads and shortens the log of a training run, and writes its page, ``run.html``: every logged figure over the steps, and the answers that were
 learned from, if any.
 
 One file without scripts, fonts or links to elsewhere; it needs no package.
@@ -54,6 +54,14 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             break
         values.append(value)
     return values
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Remove the lines of later steps."""
+    if not path.exists():
+        return
+    kept = [json.dumps(values) + "\n" for values in read_log(path) if values["step"] <= step]
+    write_atomic(path, "".join(kept).encode())
 
 
 def smooth(losses: Sequence[float]) -> list[float]:

@@ -1,8 +1,9 @@
-"""Parses, formats and compares byte sizes: ``2GiB``, ``512MB``, ``4096``; aligns the columns of a table in text."""
+"""Parses, formats and compares byte sizes: ``2GiB``, ``512MB``, ``4096``; formats counts and durations; aligns the columns of a table in text."""
 
+import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _UNITS = {"": 1, "B": 1}
@@ -51,6 +52,21 @@ def disk_shortage(folder: Path, num_bytes: int) -> str:
     )
 
 
+def check_disks(needs: Iterable[tuple[str, Path, int, str]], advice: str) -> None:
+    """Raises ValueError: a disk has no room for all that shall be written to it; the message ends with ``advice``.
+
+    ``needs``: the option that names a folder, the folder, how many bytes go there, and what they are.
+    """
+    on_disk: dict[int, list[tuple[str, Path, int, str]]] = {}
+    for need in needs:
+        on_disk.setdefault(os.stat(need[1]).st_dev, []).append(need)
+    for own in on_disk.values():
+        key, folder, *_ = own[0]
+        if lacking := disk_shortage(folder, sum(num_bytes for _, _, num_bytes, _ in own)):
+            what = f"{folder} has no room for {' and '.join(what for *_, what in own)}: {lacking}"
+            raise ValueError(f"{key}: {what}, give another `{key}`, {advice}")
+
+
 def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
     """The rows as lines of columns: the first ``num_left`` columns begin at one place, the others end at one."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -61,3 +77,25 @@ def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def format_count(number: float) -> str:
+    """Three significant digits, such as ``12.3k``."""
+    for unit in ("", "k"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}M"
+
+
+def format_millions(count: int) -> str:
+    """A number of parameters, such as ``12.3 M`` or ``1.24 B``."""
+    return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.2f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the largest unit of which it has two, such as ``2.5 h``, or in milliseconds."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{1e3 * seconds:.0f} ms"

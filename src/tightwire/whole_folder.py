@@ -11,6 +11,7 @@ import glob
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,13 +43,32 @@ def whole_folder(
     try:
         yield partial
         for path in [*partial.iterdir(), partial]:
-            _sync(path)
+            sync(path)
         check_place(out, check_replaced)  # it may have changed in the meantime
         _put(partial, out)
-        _sync(out.parent)
+        sync(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def only_user(folder: Path) -> Iterator[None]:
+    """Inside ``with``, no other process is inside with the same folder. It locks ``folder/.lock``, which stays, until the process ends.
+
+    Raises ValueError: another process is inside; the message names it. OSError: the file cannot be written or locked.
+    """
+    with (folder / ".lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            name = file.read() or "another process"
+            raise ValueError(f"{folder} is used by {name}; wait until it ends, or give another folder") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 def check_place(out: Path, check_replaced: Callable[[Path], object]) -> None:
@@ -122,7 +142,8 @@ def _put(partial: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until the file or folder is on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

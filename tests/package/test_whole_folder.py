@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tightwire import whole_folder as module
-from tightwire.whole_folder import is_partial, whole_folder
+from tightwire.whole_folder import is_partial, only_user, whole_folder
 
 
 def refuse(folder: Path) -> None:
@@ -162,3 +162,17 @@ def test_a_failing_rename_puts_the_old_folder_back(tmp_path: Path, monkeypatch: 
         fill(folder)
     assert names(tmp_path) == ["out"]
     assert (out / "file").read_text() == "old"
+
+
+def test_a_folder_has_one_user_until_it_ends(tmp_path: Path) -> None:
+    code = "import os, sys, pathlib; from tightwire.whole_folder import only_user; only_user(pathlib.Path(sys.argv[1])).__enter__(); os._exit(0)"
+    taking = [sys.executable, "-c", code, str(tmp_path)]
+    with (
+        only_user(tmp_path),
+        pytest.raises(ValueError, match=rf"is used by process {os.getpid()} on .*; wait until it ends"),
+        only_user(tmp_path),
+    ):
+        pass
+    subprocess.run(taking, check=True)  # a process that ends without a clean-up
+    with only_user(tmp_path):
+        assert subprocess.run(taking, check=False, capture_output=True).returncode == 1

@@ -1,12 +1,14 @@
 """Optimizers over shards: weight decay, refused options, bytes of state; and the learning rate of each step."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.config.tree import ScheduleConfig
 from tightwire.training.estimate.memory import measure_optimizer
-from tightwire.training.optimizer import learning_rate, make_optimizer
+from tightwire.training.optimizer import learning_rate, make_optimizer, names_of_state
 
 
 def _make(**values: object) -> torch.optim.Optimizer:
@@ -28,6 +30,22 @@ def test_shards_are_updated_one_by_one_unless_asked_otherwise() -> None:
     """Torch's default on CUDA holds temporaries of all at once."""
     chosen = [_make(options=options).defaults for options in ({}, {"foreach": True}, {"fused": True})]
     assert [(each["foreach"], each["fused"]) for each in chosen] == [(False, None), (True, None), (None, True)]
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({}, {"step", "exp_avg", "exp_avg_sq"}),
+        ({"options": {"amsgrad": True}}, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+        ({"name": "adagrad"}, {"step", "sum"}),
+        ({"name": "rmsprop", "options": {"momentum": 0.9}}, {"step", "square_avg", "momentum_buffer"}),
+        ({"name": "sgd"}, set()),
+        ({"name": "sgd", "options": {"momentum": 0.9}}, {"momentum_buffer"}),
+    ],
+    ids=str,
+)
+def test_what_an_optimizer_keeps_depends_on_its_options(values: dict[str, Any], names: set[str]) -> None:
+    assert names_of_state(_make(**values)) == names
 
 
 def test_unknown_optimizer_options_are_refused() -> None:

@@ -5,7 +5,6 @@ over the ranks (about 1 GB/s). Does not import torch, so that a run is refused a
 """
 
 import json
-import os
 import re
 import shutil
 import zlib
@@ -13,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-_CHUNK_BYTES = 1 << 22
+from tightwire.atomic_file import write_atomic
+from tightwire.large_file import file_crc
+from tightwire.whole_folder import sync
 
 
 class CheckpointError(RuntimeError):
@@ -26,15 +27,7 @@ class OtherRunError(ValueError):
 
 def file_digests(folder: Path, names: Iterable[str]) -> dict[str, int]:
     """The CRC-32 of each file of ``folder``. Raises OSError: a file is missing or cannot be read."""
-    return {name: _file_crc(folder / name) for name in sorted(set(names))}
-
-
-def _file_crc(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
-    return crc
+    return {name: file_crc(folder / name) for name in sorted(set(names))}
 
 
 _NAME = re.compile(r"step-\d{8,}")
@@ -83,13 +76,11 @@ def remove_partial(run: Path) -> None:
 
 def publish(partial: Path, folder: Path, description: Mapping[str, Any]) -> None:
     """Write ``description`` into a folder that is otherwise complete, then rename the folder. Raises OSError."""
-    with (partial / _DESCRIPTION).open("w", encoding="utf-8") as file:
-        json.dump({"format": _FORMAT, "crc32": _crc_of(description), **description}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(partial)
+    content = json.dumps({"format": _FORMAT, "crc32": _crc_of(description), **description}, indent=1)
+    write_atomic(partial / _DESCRIPTION, content.encode())
+    sync(partial)
     partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def prune(run: Path, keep: int) -> None:
@@ -123,7 +114,7 @@ def check_files(folder: Path, description: Mapping[str, Any], *, rank: int, worl
     digests = description["digests"]
     for name in sorted(digests)[rank::world_size]:
         try:
-            if _file_crc(folder / name) == digests[name]:
+            if file_crc(folder / name) == digests[name]:
                 continue
             damage = "is damaged: its CRC-32 differs from the recorded one"
         except OSError as error:
@@ -140,11 +131,3 @@ def _advice(folder: Path) -> str:
 
 def _crc_of(description: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(description).encode())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -23,6 +23,7 @@ from tightwire.training.checkpoint.files import Chunk, FlatShard, chunks_of, key
 from tightwire.training.checkpoint.folders import OtherRunError, read_description
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.engine.gradients import GradientCompressor
+from tightwire.training.optimizer import names_of_state
 
 _OPTIMIZER, _PARAMETERS, _BETWEEN = "optimizer", "parameters", "between"
 
@@ -199,12 +200,25 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
             raise OtherRunError(
                 f"{folder} was written with {name} {its}, but this run has {own}; use {its}, or another `run`"
             )
+    kept, own = (_about_answers(each) for each in (description["config"], config.model_dump(mode="json")))
+    if description.get("answers") and (differing := _difference(kept, own)):
+        raise OtherRunError(
+            f"{folder} has answers that the next steps learn from, and {differing}; restore that value until a rollout's last step, or "
+            "give another `run`"
+        )
     if description["step"] > config.schedule.steps:
         raise OtherRunError(
             f"{folder} has more steps than schedule.steps={config.schedule.steps}; give at least "
             f"{description['step']}, or another `run`"
         )
     return description
+
+
+def _about_answers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that say which answers a step learns from."""
+    own = config["ppo"] or config["grpo"]
+    names = own.keys() & {"samples", "updates", "epochs", "minibatches"}
+    return {"batch.sequences": config["batch"]["sequences"], **{name: own[name] for name in names}}
 
 
 def restore(folder: Path, description: Mapping[str, Any], state: RunState) -> None:
@@ -214,6 +228,14 @@ def restore(folder: Path, description: Mapping[str, Any], state: RunState) -> No
     """
     keys = keys_in(folder)
     _check_parameters(folder, state.shards, keys, description["config"]["model"]["frozen"])
+    its = description["config"]["optimizer"]["options"]
+    for kept in description["scalars"]["optimizer"].values():
+        there = {*kept, *(key.split("/")[1] for key in keys if key.startswith(f"{_OPTIMIZER}/"))}
+        if missing := sorted(names_of_state(state.optimizer) - there):
+            raise OtherRunError(
+                f"{folder} has no {' and no '.join(missing)} of the optimizer, which optimizer.options need here; restore those of its "
+                f"run, {its}, or start a new `run` from the exported model (model.start)"
+            )
     with torch.no_grad():
         read_chunks(folder, wanted_state(state, description["scalars"], keys))
         _restore_compressor(folder, description, state)

@@ -309,6 +309,8 @@ class TrainConfig(Section):
             )
         if self.model.head == "reward" and self.data.kind != "preferences":
             raise ValueError(f"model.head=reward learns from data.kind=preferences, got {self.data.kind}")
+        if self.model.head == "reward" and self.evaluation.prompts:
+            raise ValueError("model.head=reward answers no prompts; remove evaluation.prompts")
         if self.ppo is not None and (self.data.kind != "prompts" or "grpo" in self.model_fields_set):
             raise ValueError(
                 f"ppo learns from data.kind=prompts without grpo, got {self.data.kind}; remove the one or the other"

@@ -6,13 +6,15 @@ each sample, which transformers reads as its border. A row's rest is filled with
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from tightwire.model.checkpoint.errors import ChatTemplateError
 from tightwire.training.data.documents import DataError, Line
 
 IGNORED = -100  # a target that nothing learns; torch's ignore_index
+_SEEN_CHARACTERS = 64  # more than the longest special token has
 
 Render = Callable[..., str]  # of messages; ``add_generation_prompt`` as in ``Tokenizer.render_chat``
 Messages = Sequence[Mapping[str, Any]]
@@ -34,6 +36,17 @@ class ChatEncoder:
     encode: Callable[[str], list[int]]  # without special tokens around the text
     end_token_ids: tuple[int, ...]
 
+    def of(self, line: Mapping[str, Any], place: str) -> "ChatEncoder":
+        """The encoder for a line with ``tools``. Raises DataError: the chat template drops or rejects them."""
+        tools, asked = line.get("tools"), [{"role": "user", "content": "Hi"}]
+        render = partial(self.render, tools=tools)
+        try:
+            if tools and render(asked, True) == self.render(asked, True):
+                raise DataError(f"{place}: the model's chat template does not write tools; remove them from the line")
+        except ChatTemplateError as error:
+            raise DataError(f"{place}: {error}") from None
+        return replace(self, render=render) if tools else self
+
     def __call__(self, messages: Messages, place: str, first: int = 0) -> tuple[list[int], list[bool]]:
         """``first``: messages before it are not learned. Raises DataError: the chat template rejects the messages, or does not write them one after the other."""
         try:
@@ -53,7 +66,10 @@ class ChatEncoder:
             raise DataError(f"{place}: {error}") from None
         tokens, learned = [], []
         for number, (begin, end) in enumerate(zip(cuts, [*cuts[1:], len(text)], strict=True)):
-            own = self.encode(text[begin:end])
+            # A tokenizer may begin every text with a space, so a part is encoded behind what the model sees before it.
+            first = max(0, begin - _SEEN_CHARACTERS)
+            before, upto = self.encode(text[first:begin]), self.encode(text[first:end])
+            own = upto[len(before) :] if upto[: len(before)] == before else self.encode(text[begin:end])
             tokens += own
             # What a template writes after the end of the turn, such as a newline, is not generated.
             ends = [at for at, token in enumerate(own) if token in self.end_token_ids]
@@ -83,7 +99,7 @@ class ChatPacker:
             if self.recorded:
                 sample = recorded_row(value)
             else:
-                sample = make_row(*self.encode(value["messages"], place), self.sequence_tokens, place)
+                sample = make_row(*self.encode.of(value, place)(value["messages"], place), self.sequence_tokens, place)
             if len(row.inputs) + len(sample.inputs) > self.sequence_tokens:
                 yield fill_row(row, self.sequence_tokens, self.end_token_id)
                 row = Row([], [], [])
@@ -110,9 +126,9 @@ class PairPacker:
         """Raises DataError: a prompt with its answer is longer than a row."""
         for document in documents:
             place, value = document.place if isinstance(document, Line) else "a preference", json.loads(document)
-            pair = Row([], [], [])
+            pair, encode = Row([], [], []), self.encode.of(value, place)
             for answer in (value["chosen"], value["rejected"]):
-                encoded = self.encode([*value["prompt"], *answer], place, first=len(value["prompt"]))
+                encoded = encode([*value["prompt"], *answer], place, first=len(value["prompt"]))
                 encoded = up_to_answer(*encoded) if self.scored else encoded
                 row = fill_row(make_row(*encoded, self.sequence_tokens, place), self.sequence_tokens, self.end_token_id)
                 for values, more in zip(pair, row, strict=True):
@@ -143,7 +159,7 @@ class PromptPacker:
             place, value = document.place if isinstance(document, Line) else "a prompt", json.loads(document)
             messages = value.pop("prompt")
             try:
-                tokens = self.encode.encode(self.encode.render(messages, add_generation_prompt=True))
+                tokens = self.encode.encode(self.encode.of(value, place).render(messages, add_generation_prompt=True))
             except ChatTemplateError as error:
                 raise DataError(f"{place}: {error}") from None
             if len(tokens) + self.answer_tokens > self.sequence_tokens:

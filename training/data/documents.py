@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -68,9 +69,9 @@ class Documents:
         for path in files:
             opened = gzip.open if path.suffix == ".gz" else open
             try:
-                with opened(path, "rt", encoding="utf-8") as lines:
+                with opened(path, "rt", encoding="utf-8-sig") as lines:  # without the mark that some editors begin with
                     yield from self._documents(path, lines)
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"{path}: cannot be read: {error}") from None
             except UnicodeDecodeError as error:
                 raise DataError(f"{path}: is not UTF-8 text: {error}; convert or remove it") from None
@@ -99,8 +100,9 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
         if pattern in OWN_FILES:
             found |= set(OWN_FILES[pattern])
             continue
-        matching = map(Path, glob.glob(os.path.expanduser(pattern), recursive=True))
-        files = {path for path in matching if path.is_file()}
+        given = os.path.expanduser(pattern)
+        matching = [given] if os.path.isfile(given) else glob.glob(given, recursive=True)  # a name may have brackets
+        files = {path for path in map(Path, matching) if path.is_file()}
         if not files:
             raise DataError(
                 f"data: no file matches {pattern} (in {Path.cwd()}); give paths or patterns such as docs/**/*.md, or "
@@ -208,9 +210,12 @@ def _json_lines(path: Path, lines: IO[str]) -> Iterator[tuple[Line, Any]]:
         line = Line(text)
         line.place = f"{path}:{number}"
         try:
-            yield line, json.loads(text)
-        except json.JSONDecodeError as error:
+            value = json.loads(text)
+            if "\\u" in text:
+                json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
             raise DataError(f"{line.place}: is not valid JSON: {error}") from None
+        yield line, value
 
 
 def _json_texts(path: Path, lines: IO[str], key: str) -> Iterator[str]:

@@ -1,19 +1,15 @@
 """Writes the run's log: one JSON line per step and evaluation, and TensorBoard scalars if enabled."""
 
 import json
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from tightwire.atomic_file import write_atomic
-from tightwire.run_page import LOG, read_log
-from tightwire.sizes import format_bytes
+from tightwire.progress import StepBar
+from tightwire.run_page import LOG, drop_after
+from tightwire.sizes import format_bytes, format_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,33 +93,17 @@ class RunLog:
             self._writer.close()
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Remove the lines of later steps."""
-    if not path.exists():
-        return
-    kept = [json.dumps(values) + "\n" for values in read_log(path) if values["step"] <= step]
-    write_atomic(path, "".join(kept).encode())
-
-
-class Terminal:
+class Terminal(StepBar):
     """The lines and the bar of a run of ``steps`` steps. Ranks other than 0 print nothing."""
 
     def __init__(self, steps: int, every: int, *, rank: int = 0, done: int = 0, stream: TextIO | None = None) -> None:
         """``every``: steps between two lines. ``done``: steps so far."""
+        super().__init__(steps, done=done, is_quiet=rank > 0, stream=stream)
         self._steps, self._every = steps, every
-        self._console = Console(file=stream or sys.stderr, quiet=rank > 0)
-        columns = BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
-        has_bar = self._console.is_terminal and rank == 0
-        self._bars = Progress(*columns, console=self._console, transient=True, disable=not has_bar)
-        self._task = self._bars.add_task("", total=steps, completed=done)
-        self._bars.start()
-
-    def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, record: StepRecord) -> None:
-        short = f"loss {record.loss:.3f}  {_count(record.tokens_per_s)} tok/s"
-        self._bars.update(self._task, completed=record.step, description=short)
+        short = f"loss {record.loss:.3f}  {format_count(record.tokens_per_s)} tok/s"
+        self.move(record.step, short)
         if record.step % self._every == 0 or record.step in (1, self._steps):
             self.say(f"step {record.step:>{len(str(self._steps))}}/{self._steps}  {describe(record)}")
 
@@ -134,28 +114,15 @@ class Terminal:
         for prompt, text in record.samples:
             self.say(f"    {prompt!r} -> {text!r}")
 
-    def close(self) -> None:
-        """Remove the progress bar. ``say`` still works."""
-        self._bars.stop()
-
 
 def describe(record: StepRecord) -> str:
     """The record on one line."""
     return (
         f"loss {record.loss:.4f}{_figures(record.figures)}  lr {record.lr:.3g}  grad {record.grad_norm:.3g}  "
-        f"{_count(record.tokens_per_s)} tok/s  MFU {100 * record.mfu:.1f} %  memory {format_bytes(record.memory_bytes)}  "
+        f"{format_count(record.tokens_per_s)} tok/s  MFU {100 * record.mfu:.1f} %  memory {format_bytes(record.memory_bytes)}  "
         f"wire {format_bytes(record.wire_bytes)}  waited {record.exposed_ms:.0f} ms of {1e3 * record.seconds:.0f}"
     )
 
 
 def _figures(figures: Mapping[str, float]) -> str:
     return "".join(f"  {name} {figure:.3g}" for name, figure in figures.items())
-
-
-def _count(number: float) -> str:
-    """Three significant digits, such as ``12.3k``."""
-    for unit in ("", "k"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g}M"

@@ -3,14 +3,14 @@
 import os
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from tightwire.comm.errors import name_ranks
-from tightwire.sizes import disk_shortage, format_bytes
+from tightwire.sizes import check_disks, format_bytes
 from tightwire.training.checkpoint.folders import checkpoints_in, remove_partial
 from tightwire.training.checkpoint.state import RunState
 from tightwire.training.config.tree import TrainConfig
@@ -19,11 +19,11 @@ from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.shards import sum_bits
 from tightwire.training.ranks.groups import Control
 from tightwire.training.start.export import ADAPTER_CONFIG, CONFIG, check_out
+from tightwire.whole_folder import only_user
 
 # Data paths, whose files are compared instead, and values that only rank 0 or no rank uses.
 _MAY_DIFFER = ("run", "data.files", "data.held_out_files", "export.folder", "log.", "dry_run.")
 _MOST_KEYS = 5  # keys in the error message
-_CONFIG = "config.yaml"
 
 
 def check_same_configuration(config: TrainConfig, data: RunData, control: Control) -> None:
@@ -78,24 +78,25 @@ def _values_of(key: str, ranks: list[dict[str, Any]]) -> str:
     return f"{key} is " + ", ".join(f"{value} on {name_ranks(own)}" for value, own in by_value.items())
 
 
-def make_run_folder(config: TrainConfig, control: Control) -> Path:
-    """Create the run's folder, remove unfinished files of a killed run, and write the configuration there. Collective.
+def make_run_folder(config: TrainConfig, control: Control, held: ExitStack) -> Path:
+    """Create the run's folder, lock it until ``held`` is closed, and remove unfinished files of a killed run. Collective.
 
-    Raises ValueError: the folder cannot be written, the ranks do not share it, or the export folder is unusable.
+    Raises ValueError: the folder cannot be written or another run has it, the ranks do not share it, or the export
+    folder is unusable.
     """
     run = config.run_folder
     with control.failing_together(ValueError):
         if control.rank == 0:
+            key = "run"
             try:
                 run.mkdir(parents=True, exist_ok=True)
+                held.enter_context(only_user(run))
                 remove_partial(run)
-                (run / _CONFIG).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), "utf-8")
-            except OSError as failure:
-                raise ValueError(f"run: {run} cannot be written to: {failure}") from None
-            try:
-                check_out(find_export_folder(config, run), CONFIG if config.model.lora is None else ADAPTER_CONFIG)
+                key, marker = "export.folder", CONFIG if config.model.lora is None else ADAPTER_CONFIG
+                read = config.model.start, config.model.tokenizer, config.distill.target if config.distill else ""
+                check_out(find_export_folder(config, run), marker, read)
             except (OSError, ValueError) as failure:
-                raise ValueError(f"export.folder: {failure}") from None
+                raise ValueError(f"{key}: {failure}") from None
     _check_shared(run, control)
     return run
 
@@ -113,17 +114,11 @@ def check_disk_space(config: TrainConfig, run: Path, *, checkpoint_bytes: int, n
     more = config.checkpoint.keep + 1 - min(config.checkpoint.keep, len(checkpoints_in(run)))
     model_bytes = num_parameters * getattr(torch, config.export.dtype).itemsize
     keep, out = config.checkpoint.keep, find_export_folder(config, run).parent
-    on_disk: dict[int, list[tuple[str, Path, int, str]]] = {}
-    for needed in (
+    needs = (
         ("run", run, more * checkpoint_bytes, f"{more} checkpoints of {format_bytes(checkpoint_bytes)}"),
         ("export.folder", out, model_bytes, f"the exported model of {format_bytes(model_bytes)}"),
-    ):
-        on_disk.setdefault(os.stat(needed[1]).st_dev, []).append(needed)
-    for needs in on_disk.values():
-        key, folder, *_ = needs[0]
-        if lacking := disk_shortage(folder, sum(num_bytes for _, _, num_bytes, _ in needs)):
-            what = f"{folder} has no room for {' and '.join(what for *_, what in needs)}: {lacking}"
-            raise ValueError(f"{key}: {what}, give another `{key}`, or lower checkpoint.keep={keep}")
+    )
+    check_disks(needs, f"or lower checkpoint.keep={keep}")
 
 
 def _check_shared(run: Path, control: Control) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.link import Link, parse_link
-from tightwire.sizes import format_bytes, parse_bytes
+from tightwire.sizes import format_bytes, format_millions, format_seconds, parse_bytes
 from tightwire.training.config.optimizer import CompressorOptions, SparseOptions
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError, RunData
@@ -51,8 +51,8 @@ def _about_run(model: StepModel) -> Iterator[str]:
     config, plan, topology = model.config, model.plan, model.topology
     frozen = plan.num_parameters - plan.num_trainable
     block = max(bucket.num_parameters for bucket in plan.blocks) // plan.per_bucket
-    yield f"parameters        {_millions(plan.num_parameters)}{f', of which {_millions(frozen)} frozen' if frozen else ''}"
-    yield f"                  {len(plan.block_modules)} blocks of {_millions(block)}, vocabulary {model.llama.vocab_size}"
+    yield f"parameters        {format_millions(plan.num_parameters)}{f', of which {format_millions(frozen)} frozen' if frozen else ''}"
+    yield f"                  {len(plan.block_modules)} blocks of {format_millions(block)}, vocabulary {model.llama.vocab_size}"
     yield (
         f"ranks             {topology.world_size} on {topology.num_nodes} node{'s' if topology.num_nodes > 1 else ''}, "
         f"sharding {config.parallel.sharding}, {plan.shard_ranks} shards"
@@ -138,16 +138,16 @@ def _about_time(model: StepModel, links: Mapping[str, Link]) -> Iterator[str]:
         if seconds is None:
             yield f"    {name:<18}not known for {what}: give {key}"
         elif seconds:
-            yield f"    {name:<18}{_seconds(seconds):>10}  {what}"
+            yield f"    {name:<18}{format_seconds(seconds):>10}  {what}"
     known = [seconds for seconds, *_ in times.values() if seconds is not None]
     steps = config.schedule.steps
-    yield f"    {'a step':<18}{_seconds(max(known)):>10}; all {steps} steps {_seconds(max(known) * steps)}"
+    yield f"    {'a step':<18}{format_seconds(max(known)):>10}; all {steps} steps {format_seconds(max(known) * steps)}"
     one_forward = config.micro_batches(topology.world_size) == 1 and not config.has_reference
     if len(known) == len(times) and topology.world_size > 1 and one_forward:
         # Backward has twice the operations of forward.
         computing = Computing(forward_s=known[0] / 3, backward_s=2 * known[0] / 3, rest_s=0.0)
         predicted_s = predict_step(model, computing, _rates(links, topology))
-        yield f"    {'predicted':<18}{_seconds(predicted_s):>10}  with communication and computing overlapped as in a run"
+        yield f"    {'predicted':<18}{format_seconds(predicted_s):>10}  with communication and computing overlapped as in a run"
 
 
 def _sending_s(link: Link | None, num_bytes: int) -> float | None:
@@ -169,14 +169,3 @@ def _link(key: str, text: str) -> Link:
         return parse_link(text)
     except ValueError as error:
         raise ValueError(f"dry_run.{key}: {error}") from None
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.2f} B"
-
-
-def _seconds(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{1e3 * seconds:.0f} ms"

@@ -122,14 +122,14 @@ class Loop:
                 if batch is None:
                     break
                 self._upcoming.append(batch)
-        except DataError as error:
-            self._data_error = str(error)
+        except Exception as error:  # noqa: BLE001, whatever the reader raised: the trained weights are saved
+            self._data_error = str(error) if isinstance(error, DataError) else f"the data cannot be read: {error!r}"
         if self.rollouts is not None:
             self._answer(self.rollouts)
 
     def _answer(self, rollouts: Rollouts) -> None:
         """Replace the prompts of the next step by their answers. Collective."""
-        is_whole = len(self._upcoming) == self._accumulation
+        is_whole = len(self._upcoming) == self._accumulation and not self.stop_signal()
         try:
             if all(whole for (whole,) in self.control.gather_numbers(is_whole)):
                 self._upcoming = rollouts.run(self._upcoming, self.step)

@@ -20,12 +20,12 @@ from torch import Tensor
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.topology import Topology
 from tightwire.model.adapters.peft import CONFIG_FILE
-from tightwire.run_page import SAMPLES
+from tightwire.run_page import SAMPLES, drop_after
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import Prompt
 from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.engine.engine import Engine
-from tightwire.training.log.run_log import EvaluationRecord, drop_after
+from tightwire.training.log.run_log import EvaluationRecord
 from tightwire.training.ranks.groups import Control
 from tightwire.training.run.setup import Trained
 from tightwire.training.start.answers import Answer, Answers, OfAnswers, Ppo

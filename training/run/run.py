@@ -1,20 +1,22 @@
 """Runs training on one rank, from the configuration to the exported model."""
 
 import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Event
-from types import FrameType
 from typing import Any
 
 import torch
+import yaml
 
+from tightwire.atomic_file import write_atomic
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.topology import Topology
+from tightwire.model.checkpoint.catalog import CATALOG
+from tightwire.parent_death import stop_signals
 from tightwire.progress import spinner
 from tightwire.run_page import write_page
 from tightwire.threads import ReadAhead
@@ -51,25 +53,6 @@ from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make
 from tightwire.training.start.export import export_adapter, export_folder
 from tightwire.training.start.lora import actors, critics
 from tightwire.training.start.model import HEAD_NAME, StartingModel, open_starting_model
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], int]]:
-    """Inside ``with``, the function returns the number of the first SIGINT or SIGTERM, or 0. The second ends the process."""
-    received = 0
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal received
-        received = number
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
 
 # Errors after a run has started.
 FAILURES = (CheckpointError, BrokenDataError, DivergedError, CommError, OSError)
@@ -109,7 +92,7 @@ class Run:
         self._config, self._data, self._control, self._engines = config, data, ranks.control, engines
         self._answering = rollout_group(ranks.groups.main, config.rollout.tp)
         check_same_configuration(config, data, ranks.control)
-        self._folder = make_run_folder(config, ranks.control)
+        self._folder = make_run_folder(config, ranks.control, ranks.held)
         self._start = _open_starting_model(config, data, self._folder, ranks)
         self._identity = identity_of(
             config, self._start.config, name=self._start.name, files=describe_files(data.documents.files)
@@ -169,6 +152,10 @@ class Run:
                     evaluate = Evaluator(config, trained, start, control, held_out).run
                 else:
                     evaluate = partial(rollouts.evaluate, held_out)
+            with control.failing_together(OSError):  # from here on nothing refuses the run
+                if control.rank == 0:
+                    settings = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+                    write_atomic(self._folder / "config.yaml", settings.encode())
             flops = flops_per_token(
                 start.config, config.data.sequence_tokens, config.product_passes, scores=config.model.head == "reward"
             )
@@ -271,12 +258,14 @@ class Run:
         if lora is None:
             tensors = chain(trained(), self._frozen_tensors())
             error = export_folder(out, tensors, start.config, start.tokenizer, **how)
-        elif config.ppo is None:
-            error = export_adapter(out, trained(), lora, config.model.start, **how)
         else:
-            error = export_adapter(out, actors(trained()), lora, config.model.start, **how)
-            values = critics(trained(), HEAD_NAME)
-            error = export_adapter(self._folder / _CRITIC, values, lora, config.model.start, **how) or error
+            given, is_alone = Path(os.path.expanduser(config.model.start)), config.ppo is None
+            is_path = given.exists() and config.model.start not in CATALOG
+            base = str(given.absolute()) if is_path else config.model.start
+            error = export_adapter(out, trained() if is_alone else actors(trained()), lora, base, **how)
+            if not is_alone:
+                values = critics(trained(), HEAD_NAME)
+                error = export_adapter(self._folder / _CRITIC, values, lora, base, **how) or error
         if error := self._control.gather(error)[0]:
             raise CheckpointError(
                 f"the trained model could not be exported: {error}; its checkpoint is complete, and the same command exports it again"
@@ -299,18 +288,14 @@ class Run:
 
 def _open_starting_model(config: TrainConfig, data: RunData, run: Path, ranks: Ranks) -> StartingModel:
     """Rank 0 opens the model first: it may download a model or train a tokenizer, which the other ranks then read."""
-
-    def start() -> StartingModel:
-        return open_starting_model(
-            config.model, seed=config.seed, keep_in=run / _TOKENIZER, texts=lambda: data.training(0, in_order=True)
-        )
-
+    how: Any = {"seed": config.seed, "keep_in": run / _TOKENIZER, "texts": partial(data.training, 0, in_order=True)}
+    how |= {"files": describe_files(data.documents.files), "resumes": find_checkpoint(run, resume=True) is not None}
     own = None
     with ranks.control.failing_together(ValueError):
         if ranks.control.rank == 0:
             try:
                 data.check_documents()
-                own = start()
+                own = open_starting_model(config.model, **how)
             except OSError as error:
                 raise ValueError(str(error)) from None
-    return own or start()
+    return own or open_starting_model(config.model, **how)

@@ -1,6 +1,7 @@
 """Checks a configuration, connects the ranks, and builds the engine and optimizer."""
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -31,15 +32,17 @@ from tightwire.training.start.objective import Objective, make_objective
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """This rank's connections."""
+    """This rank's connections, and what it keeps to itself until the run's end (``held``), such as the run's folder."""
 
     groups: TrainGroups
     control: Control
+    held: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.held.close()
         self.control.close()
         self.groups.close()
 

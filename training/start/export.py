@@ -4,6 +4,7 @@ Every rank takes part in gathering; rank 0 writes, and holds at most one file's 
 """
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tightwire import __version__
 from tightwire.model.adapters.peft import CONFIG_FILE as ADAPTER_CONFIG
 from tightwire.model.adapters.peft import WEIGHTS_FILE
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -24,6 +26,7 @@ from tightwire.whole_folder import check_place, whole_folder
 
 _FILE_BYTES = 4_000_000_000
 CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+_MARK = "tightwire-export.json"  # in every export, and in no folder that something else made
 PREFIX = "base_model.model."  # of PEFT's tensor names
 SCORE_NAME = "score.weight"  # of a reward model's head, as transformers' models for sequence classification name it
 
@@ -64,9 +67,13 @@ def export_adapter(
     return _export(out, tensors, write, ADAPTER_CONFIG, writes)
 
 
-def check_out(out: Path, marker: str) -> None:
-    """Raises OSError or ValueError: the export cannot be written to ``out``, or would replace something that has no ``marker``."""
+def check_out(out: Path, marker: str, read: Iterable[str]) -> None:
+    """Raises OSError or ValueError: the export cannot be written to ``out``, or would replace something that is no export with ``marker``, or that the run reads (``read``: models)."""
     out.parent.mkdir(parents=True, exist_ok=True)
+    for model in read:
+        path = Path(os.path.expanduser(model)).resolve()
+        if model and path.exists() and out.resolve() in (path, *path.parents):
+            raise ValueError(f"{out} has the model {model}, which this run reads; give another export.folder")
     check_place(out.resolve(), partial(_check_replaced, marker))
 
 
@@ -84,6 +91,7 @@ def _export(
             out.parent.mkdir(parents=True, exist_ok=True)
             with whole_folder(out, check_replaced=partial(_check_replaced, marker)) as folder:
                 write(folder, remaining)
+                (folder / _MARK).write_text(json.dumps({"tightwire": __version__, "has": marker}) + "\n")
         except (OSError, ValueError) as failure:
             error = f"{out}: {failure}"
     for _ in remaining:
@@ -132,5 +140,6 @@ def _batches(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, file_byt
 
 
 def _check_replaced(marker: str, out: Path) -> None:
-    if not (out / marker).is_file():
-        raise ValueError(f"{out} exists and has no {marker}, so it is no earlier export; give another export.folder")
+    if missing := [name for name in (marker, _MARK) if not (out / name).is_file()]:
+        text = f"{out} exists and has no {missing[0]}, so it is no earlier export"
+        raise ValueError(f"{text}; give another export.folder, or move that folder away")

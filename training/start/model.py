@@ -1,6 +1,7 @@
 """Opens the model a run starts from: a transformers Llama without weights, a reader of its weights, and its tokenizer."""
 
 import fnmatch
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from tightwire.training.config.learning import LoraConfig
 from tightwire.training.config.tree import BPE, BYTES, PACKED, ModelConfig, ShapeConfig, TrainConfig
 from tightwire.training.engine.flat_parameters import BucketPlan, plan_buckets
 from tightwire.training.start.lora import add_lora, base_of, initial_matrix, is_value
+from tightwire.whole_folder import whole_folder
 
 HEAD_NAME, _LAYERS = "lm_head.weight", "model.layers."
 # Values of a new model's config.json that are not configurable.
@@ -94,11 +96,11 @@ class StartingModel:
 
 
 def open_starting_model(
-    config: ModelConfig, *, seed: int, keep_in: Path, texts: Callable[[], Iterable[str]]
+    config: ModelConfig, *, seed: int, keep_in: Path, texts: Callable[[], Iterable[str]], **how: Any
 ) -> StartingModel:
     """Open the model to continue from, or create a new one. Raises ModelError: there is none, or the sizes are invalid.
 
-    ``keep_in``: folder of the tokenizer that this run trains on ``texts``; a resumed run reads it from there.
+    ``keep_in``: existing or new folder of the tokenizer that this run trains on ``texts``; with ``how`` as for ``train_bpe``.
     """
     if config.shape is None:
         checkpoint = open_checkpoint(config.start, seed)
@@ -113,7 +115,7 @@ def open_starting_model(
             layers=config.layers,
         )
     if config.tokenizer.startswith(BPE):
-        tokenizer = train_bpe(int(config.tokenizer.removeprefix(BPE)), keep_in, texts)
+        tokenizer = train_bpe(int(config.tokenizer.removeprefix(BPE)), keep_in, texts, **how)
     else:
         tokenizer = _given_tokenizer(config)
     llama = _new_config(config.shape, tokenizer.vocab_size)
@@ -238,25 +240,36 @@ def _given_tokenizer(config: ModelConfig) -> Tokenizer:
     return open_checkpoint(config.tokenizer).tokenizer()
 
 
-def train_bpe(vocab_size: int, keep_in: Path, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-    """Load the tokenizer in ``keep_in``, or train one on ``texts()`` and save it there.
+def train_bpe(
+    vocab_size: int, keep_in: Path, texts: Callable[[], Iterable[str]], files: str = "", resumes: bool = False
+) -> Tokenizer:
+    """Load the tokenizer in ``keep_in``, or train one on ``texts()``, of these ``files`` (a fingerprint), and save it there.
 
     Ids 0..3 are the special tokens of the byte tokenizer, so its chat template works here too. Raises ValueError: the size is too
-    small, or there is too little text for it.
+    small, there is too little text for it, or a run that ``resumes`` has one of another size or other files.
     """
     if vocab_size < len(SPECIAL) + 256:
         raise ValueError(
             f"model.tokenizer: bpe:{vocab_size} is too small for bytes and special tokens; give bpe:{len(SPECIAL) + 256} or more"
         )
-    if not (keep_in / "tokenizer.json").is_file():
+    made_of, path = {"size": vocab_size, "files": files}, keep_in / "made_of.json"
+    kept = json.loads(path.read_text()) if path.is_file() else None
+    is_kept = (keep_in / "tokenizer.json").is_file() and (kept == made_of or resumes)
+    if is_kept and kept not in (made_of, None):  # None: of a version that did not write it
+        raise ValueError(
+            f"model.tokenizer: the checkpoints have bpe:{kept['size']} of their data.files, not bpe:{vocab_size} of these; restore both, or "
+            "give another `run`"
+        )
+    if not is_kept:
         learned = _learn(vocab_size, texts())
         if learned.get_vocab_size() < vocab_size:
             raise ValueError(
                 f"model.tokenizer: the data gives {learned.get_vocab_size()} tokens, not {vocab_size}; use "
                 f"bpe:{learned.get_vocab_size()}, or more data"
             )
-        keep_in.mkdir(parents=True, exist_ok=True)
-        with_template(learned).save(keep_in)
+        with whole_folder(keep_in, check_replaced=lambda _: None) as folder:
+            with_template(learned).save(folder)
+            (folder / path.name).write_text(json.dumps(made_of))
     ids = [SPECIAL.index(token) for token in (EOS, END_OF_TURN)]
     return tokenizer_from_folder(keep_in, bos_token_id=SPECIAL.index(BOS), eos_token_ids=tuple(ids))
 

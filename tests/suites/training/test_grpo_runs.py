@@ -13,6 +13,7 @@ from tiny import VARIANTS
 from tightwire.comm.group.topology import Topology
 from tightwire.post_training import make_engines
 from tightwire.run_page import SAMPLES
+from tightwire.training.checkpoint.folders import OtherRunError
 from tightwire.training.config.learning import PpoConfig
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
@@ -111,6 +112,7 @@ def test_a_stopped_run_resumes_to_the_bit_and_ranks_draw_the_same(tmp_path: Path
     shared = _config(tmp_path, "parallel.sharding=zero3", run="shared")
     _train(alone)
     _train(parted, stop_signal=StopAfter(parted, 3))
+    assert {sample["step"] for sample in _samples(parted)} == {1, 2, 3}  # the next step's prompts were not answered
     _train(parted)
     _train(shared, 2)
 
@@ -148,6 +150,16 @@ def test_what_the_allreduce_of_answers_rounds_is_logged(tmp_path: Path) -> None:
     prompts_alone = _config(tmp_path, "rollout={tp: 2, allreduce: flash-int3}", "schedule.steps=2", run="prompts")
     _train(prompts_alone, 2)
     assert found[0][0] < log_lines(prompts_alone)[0]["mismatch_kl"] < found[3][0]
+
+
+def test_a_rollout_does_not_go_on_with_other_batches(tmp_path: Path) -> None:
+    config = _config(tmp_path, "grpo.updates=3")
+    _train(config, stop_signal=StopAfter(config, 2))
+    for key, own, other in (("batch.sequences", 4, 8), ("grpo.samples", _SAMPLES, 2), ("grpo.updates", 3, 2)):
+        words = f"answers that the next steps learn from, and {key.removeprefix('grpo.')} is {own} in the checkpoint and {other} here"
+        with pytest.raises(OtherRunError, match=words):
+            _train(_config(tmp_path, "grpo.updates=3", f"{key}={other}"))
+    _train(_config(tmp_path, "grpo.updates=3", "batch.micro_sequences=2", "schedule.steps=3"))
 
 
 def test_answers_of_several_updates_move_away_from_ratio_one(tmp_path: Path) -> None:

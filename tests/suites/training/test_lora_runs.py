@@ -1,6 +1,8 @@
 """Runs that train an adapter: what they write, resume and refuse."""
 
 import hashlib
+import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -180,6 +182,15 @@ def test_blocks_are_kept_only_of_a_quantized_gguf(tmp_path: Path, base: Path) ->
         train(_config(tmp_path, base, "parallel.frozen_codec=packed"))
 
 
+def test_an_adapter_names_a_local_base_from_any_folder(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base.parent)
+    train(_config(tmp_path, Path(base.name), "schedule.steps=1", "schedule.warmup_steps=0"))
+    written = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(base)
+
+
 def test_another_adapter_on_resume_is_refused(tmp_path: Path, base: Path) -> None:
     train(_config(tmp_path, base, "schedule.steps=2"))
     with pytest.raises(OtherRunError, match=r"lora is \{'rank': 4, .* in the checkpoint and \{'rank': 8"):
@@ -187,8 +198,11 @@ def test_another_adapter_on_resume_is_refused(tmp_path: Path, base: Path) -> Non
 
 
 def test_a_folder_that_is_no_adapter_is_not_replaced(tmp_path: Path, base: Path) -> None:
-    with pytest.raises(ValueError, match="has no adapter_config.json, so it is no earlier export"):
+    with pytest.raises(ValueError, match="export.folder: .* has the model .*, which this run reads"):
         train(_config(tmp_path, base, f"export.folder={base}"))
+    shutil.copytree(base, tmp_path / "other")
+    with pytest.raises(ValueError, match="has no adapter_config.json, so it is no earlier export"):
+        train(_config(tmp_path, base, f"export.folder={tmp_path}/other"))
 
 
 @pytest.mark.parametrize("override", ["model.frozen=[lm_head]", "model.shape={hidden_size: 32}"])

@@ -12,6 +12,7 @@ from tiny import VARIANTS
 
 from tightwire.post_training import make_engines
 from tightwire.run_page import PAGE, SAMPLES
+from tightwire.training.checkpoint.folders import OtherRunError
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.run.dry_run import dry_run
@@ -89,6 +90,9 @@ def test_a_run_stopped_among_the_steps_of_a_rollout_resumes_to_the_bit(
     parted = _config(tmp_path, run="parted")
     _train(parted, stop_signal=StopAfter(parted, stop))
     assert len(losses(parted)) == stop
+    if stop == 3:
+        with pytest.raises(OtherRunError, match="minibatches is 2 in the checkpoint and 1 here; restore"):
+            _train(_config(tmp_path, "ppo.minibatches=1", run="parted"))
     _train(parted)
 
     timed = ("seconds", "tokens_per_s", "mfu", "memory_bytes", "exposed_ms", "answer_s")

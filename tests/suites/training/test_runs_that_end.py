@@ -1,6 +1,7 @@
 """Runs that end early: refusals at the start, inf and NaN, damaged files."""
 
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tightwire.training.data.documents import DataError
 from tightwire.training.engine.engine import Engine
 from tightwire.training.run.loop import BrokenDataError, DivergedError
 from tightwire.training.start.model import StartingModel
+from tightwire.whole_folder import only_user
 
 _RUINOUS = ("optimizer={name: sgd, lr: 1e30, weight_decay: 0, clip_norm: null}", "schedule.warmup_steps=0")
 
@@ -72,6 +74,22 @@ def test_damaged_data_ends_a_run_and_saves_it(tmp_path: Path, capsys: pytest.Cap
     assert "reading the data up to position" in capsys.readouterr().err
 
 
+def test_any_error_of_the_reader_ends_a_run_and_saves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 0
+
+    def fail(document: str, share: float) -> bool:
+        nonlocal count
+        count += 1
+        return 1 // (40 - count) < 0
+
+    monkeypatch.setattr("tightwire.training.data.documents.is_held_out", fail)
+    with pytest.raises(
+        BrokenDataError, match=r"after step \d: the data cannot be read: ZeroDivisionError.* weights are in"
+    ):
+        train(make_config(tmp_path, "data.sequence_tokens=32"))
+    assert checkpoints_in(tmp_path / "run")
+
+
 def test_damaged_data_at_the_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="late.jsonl:3: is not valid JSON"):
         train(make_config(tmp_path, _with_late_damage(tmp_path, 2)), 2)
@@ -101,6 +119,36 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(tmp_path: Path) 
     ):
         with pytest.raises(OtherRunError, match=words):
             train(make_config(tmp_path, override))
+
+
+def test_a_refused_run_leaves_the_configuration_of_the_run_before(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "schedule.steps=1", "schedule.warmup_steps=0"))
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    assert "steps: 1\n" in before
+    with pytest.raises(OtherRunError):
+        train(make_config(tmp_path, "optimizer.name=adam"), 2)
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    left = tmp_path / "run" / "step-00000001.partial"
+    left.mkdir(parents=True)
+    with (
+        only_user(tmp_path / "run"),
+        pytest.raises(ValueError, match=rf"run: .*run is used by process {os.getpid()} on .*; wait until it ends, or"),
+    ):
+        train(config, 2)
+    assert left.is_dir()
+
+
+def test_options_that_need_state_which_the_checkpoint_lacks_are_refused(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "schedule.steps=2"))
+    words = (
+        r"has no max_exp_avg_sq of the optimizer, which optimizer.options need here; restore those of its run, \{\}, or"
+    )
+    with pytest.raises(OtherRunError, match=words):
+        train(make_config(tmp_path, "optimizer.options={amsgrad: true}"), 2)
 
 
 def test_fewer_steps_than_in_the_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -163,6 +211,13 @@ def test_an_unusable_export_folder_is_refused_at_the_start(tmp_path: Path) -> No
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ValueError, match="export.folder: .* exists and has no config.json"):
         train(make_config(tmp_path, f"export.folder={tmp_path}"))
+
+
+def test_a_folder_that_no_run_exported_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="export.folder: .* exists and has no tightwire-export.json"):
+        train(make_config(tmp_path, f"export.folder={tmp_path}/project"))
 
 
 def test_too_little_held_out_text_is_refused(tmp_path: Path) -> None:

@@ -87,6 +87,14 @@ def test_invalid_values_are_refused(tmp_path: Path, override: str, words: str) -
     assert words in _refused(write_config(tmp_path), override)
 
 
+def test_a_reward_model_continues_no_prompts(tmp_path: Path) -> None:
+    path, reward = write_config(tmp_path), ["model={start: x, lora: {}, head: reward}", "data.kind=preferences"]
+    assert read_config(path, reward).head == "reward"
+    assert "model.head=reward answers no prompts; remove evaluation.prompts" in _refused(
+        path, *reward, "evaluation.prompts=[Hi]"
+    )
+
+
 def test_files_that_are_not_configurations_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("run: a\nmodel:\n  start: x\n  start: y\n")

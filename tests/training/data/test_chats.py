@@ -8,9 +8,11 @@ import pytest
 import torch
 from helpers.model.small_llama import small_llama
 from helpers.training.training_ranks import VOCABULARY
+from tokenizers import AddedToken, models, normalizers
+from tokenizers import Tokenizer as Backend
 
 from tightwire.model.text.tokenizer import END_OF_TURN_ID, byte_backend, with_template
-from tightwire.training.data.chats import IGNORED, ChatEncoder, ChatPacker, PairPacker, Row
+from tightwire.training.data.chats import IGNORED, ChatEncoder, ChatPacker, PairPacker, PromptPacker, Row
 from tightwire.training.data.documents import OWN_FILES, DataError, Documents
 from tightwire.training.data.sequences import stack
 
@@ -52,6 +54,51 @@ def test_what_a_template_writes_after_a_turn_is_not_learned() -> None:
     (row,) = _packer(60, render)([_chat("Hi", "hello")])
 
     assert _learned(row) == "hello<|end|>"
+
+
+@pytest.mark.parametrize(("before", "answer"), [("<a>\n", "H▁H</s>"), ("</s>", "▁H▁H</s>")])
+def test_answers_are_learned_with_the_tokens_that_the_model_generates(before: str, answer: str) -> None:
+    """SentencePiece's tokenizers write a space before a text, and only there and behind special tokens."""
+    characters = ["<unk>", "</s>", *"▁Hi<a>\n", "▁H"]
+    backend = Backend(
+        models.BPE({text: place for place, text in enumerate(characters)}, [("▁", "H")], unk_token="<unk>")
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+
+    def render(messages: Any, add_generation_prompt: bool) -> str:
+        return "".join(before * (m["role"] == "assistant") + m["content"] + "</s>" for m in messages) + (
+            before * add_generation_prompt
+        )
+
+    messages = [{"role": role, "content": "H H"} for role in ("user", "assistant") * 40]
+    encode = ChatEncoder(render, lambda text: backend.encode(text, add_special_tokens=False).ids, (1,))
+    tokens, learned = encode(messages, "here")
+
+    assert tokens == backend.encode(render(messages, False)).ids
+    words = [backend.id_to_token(token) or "" for token, own in zip(tokens, learned, strict=True) if own]
+    assert "".join(words) == answer * 40
+
+
+def test_the_tools_of_a_line_are_written_by_the_template_or_refused() -> None:
+    def render(messages: Any, add_generation_prompt: bool, tools: Any = None) -> str:
+        return (tools[0]["name"] if tools else "") + _TOKENIZER.render_chat(messages, add_generation_prompt)
+
+    line, pair, prompt = (
+        json.dumps(json.loads(text) | {"tools": [{"name": "add"}]})
+        for text in (_chat("Hi", "hello"), _pair("Hi", "a", "b"), '{"prompt": [{"role": "user", "content": "Hi"}]}')
+    )
+    encode = _packer(60, render).encode
+    (row,), (rows,) = _packer(60, render)([line]), PairPacker(encode, 60, _END)([pair])
+    (asked,) = PromptPacker(encode, 60, 8)([prompt])
+    for tokens in (row.inputs, rows.inputs, rows.inputs[60:], asked.token_ids):
+        assert _TOKENIZER.decode(tokens).startswith("add")
+    assert _learned(row) == "hello<|end|>" and asked.columns == {"tools": [{"name": "add"}]}
+    for pack, text in ((_packer(60), line), (PromptPacker(_packer(60).encode, 60, 8), prompt)):
+        with pytest.raises(
+            DataError, match="the model's chat template does not write tools; remove them from the line"
+        ):
+            list(pack([text]))
 
 
 def test_samples_are_packed_in_order_and_positions_begin_again() -> None:

@@ -40,8 +40,17 @@ def test_lines_of_json_are_documents_compressed_or_not(tmp_path: Path) -> None:
     [
         ("a.jsonl", b'{"text": "x"}\n{oops\n', r"a.jsonl:2: is not valid JSON"),
         ("a.jsonl", b'{"body": "x"}\n', r"a.jsonl:1: has no text under 'text' \(found: body\); set data.text_key"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "\\ud83d"}\n',
+            r"a.jsonl:2: is not valid JSON: .* surrogates not allowed",
+        ),
+        ("a.jsonl", b'{"text": "x", "\\ud83d": 1}\n', r"a.jsonl:1: is not valid JSON: .* surrogates not allowed"),
+        ("a.jsonl", b"1" * 5000, "a.jsonl:1: is not valid JSON: .*digits"),
+        ("a.jsonl", b"[" * 200_000, "a.jsonl:1: is not valid JSON: .*recursion"),
         ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("a.txt.gz", b"not compressed", "cannot be read"),
+        ("a.txt.gz", gzip.compress(b"text")[:10] + b"\xff" * 8, "cannot be read: Error -3"),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -53,6 +62,20 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, word
 def test_a_pattern_without_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file matches"):
         find_files([f"{tmp_path}/*.txt"])
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    for name, content in (("a.txt", "one"), ("b.jsonl", '{"text": "two"}')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert list(Documents(files=find_files([f"{tmp_path}/*"]))) == ["one", "two"]
+
+
+def test_the_path_of_a_file_is_no_pattern(tmp_path: Path) -> None:
+    for name in ("text[1].txt", "text1.txt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in find_files([f"{tmp_path}/text[1].txt"])] == ["text[1].txt"]
+    (tmp_path / "text[1].txt").unlink()
+    assert [path.name for path in find_files([f"{tmp_path}/text[1].txt"])] == ["text1.txt"]
 
 
 def test_the_prose_that_comes_with_the_package_has_a_name() -> None:

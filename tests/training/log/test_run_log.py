@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tightwire.run_page import read_log
 from tightwire.training.log.run_log import (
     LOG,
     EvaluationRecord,
@@ -13,7 +14,6 @@ from tightwire.training.log.run_log import (
     StepRecord,
     Terminal,
     describe,
-    read_log,
 )
 
 
