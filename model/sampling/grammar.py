@@ -72,7 +72,7 @@ def grammar_error(grammar: str) -> str | None:
 
     schemas = grammar if "%json" in grammar else ""
     if grammar.startswith("{"):  # a JSON schema or a regular expression, as JSON; digits in its texts are no numbers
-        schemas = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*"', "", grammar)
+        schemas = re.sub(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', "", grammar, flags=re.DOTALL)
     for number in _NEGATIVE.findall(schemas):
         if float(number) <= _LOWEST:
             return f"it has the number {number[:40]}, which is too low; give numbers above {_LOWEST:.0f}"

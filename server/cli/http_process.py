@@ -79,11 +79,11 @@ class _Server:
         http, adapters = self._config.http, self._config.adapters
         async with RankedEngine(self._config, self._ranks, self._progress) as engine:
             app = make_app(engine=engine.client, holder=self._holder, http=http, adapters=adapters)
-            async with run_server(app, self._listener, http):
-                code = await self._run(engine)
-        if code == 0:
-            app.state.close()
-        return code
+            try:
+                async with run_server(app, self._listener, http):
+                    return await self._run(engine)
+            finally:
+                app.state.close()
 
     async def _run(self, engine: RankedEngine) -> int:
         try:

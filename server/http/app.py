@@ -66,7 +66,7 @@ def make_app(
     if http.needs_key:
         app.add_middleware(RequireKey, keys=KeyRing(http), metrics=metrics)
     recorders: list[Recorder] = []
-    app.state.close = lambda: None  # called at an orderly end, when the last response is sent
+    app.state.close = lambda: None  # called at the end, when the last response is sent
     if http.request_log is not None:
         recorders.append(RequestLog(http.request_log, prompts=http.request_log_prompts))
     if wants_traces(http.otlp_endpoint, os.environ):

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -65,6 +66,10 @@ def only_user(folder: Path) -> Iterator[None]:
             file.seek(0)
             name = file.read() or "another process"
             raise ValueError(f"{folder} is used by {name}; wait until it ends, or give another folder") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            sys.stderr.write(f"{folder}: its file system has no locks, so see that no other process uses the folder\n")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,16 @@ def test_a_folder_has_one_user_until_it_ends(tmp_path: Path) -> None:
     subprocess.run(taking, check=True)  # a process that ends without a clean-up
     with only_user(tmp_path):
         assert subprocess.run(taking, check=False, capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_is_used_with_a_warning(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse_lock(file: object, how: int) -> None:
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(module.fcntl, "flock", refuse_lock)
+    with pytest.raises(OSError, match="refused") if number == errno.EIO else nullcontext(), only_user(tmp_path):
+        pass
+    assert ("its file system has no locks" in capsys.readouterr().err) == (number == errno.ENOLCK)

@@ -18,7 +18,7 @@ from tightwire.training.data.documents import RunData, describe_files
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.shards import sum_bits
 from tightwire.training.ranks.groups import Control
-from tightwire.training.start.export import ADAPTER_CONFIG, CONFIG, check_out
+from tightwire.training.start.export import ADAPTER_CONFIG, CONFIG, CRITIC, check_out
 from tightwire.whole_folder import only_user
 
 # Data paths, whose files are compared instead, and values that only rank 0 or no rank uses.
@@ -92,9 +92,11 @@ def make_run_folder(config: TrainConfig, control: Control, held: ExitStack) -> P
                 run.mkdir(parents=True, exist_ok=True)
                 held.enter_context(only_user(run))
                 remove_partial(run)
-                key, marker = "export.folder", CONFIG if config.model.lora is None else ADAPTER_CONFIG
+                marker = CONFIG if config.model.lora is None else ADAPTER_CONFIG
                 read = config.model.start, config.model.tokenizer, config.distill.target if config.distill else ""
-                check_out(find_export_folder(config, run), marker, read)
+                outs = {"run": run / CRITIC} if config.ppo is not None else {}
+                for key, out in {**outs, "export.folder": find_export_folder(config, run)}.items():  # noqa: B007 - an error names it
+                    check_out(out, marker, read)
             except (OSError, ValueError) as failure:
                 raise ValueError(f"{key}: {failure}") from None
     _check_shared(run, control)

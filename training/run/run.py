@@ -50,14 +50,14 @@ from tightwire.training.run.evaluate import Evaluator
 from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
 from tightwire.training.run.rollouts import Engines, Rollouts
 from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_packer, make_trained, usable_bytes
-from tightwire.training.start.export import export_adapter, export_folder
+from tightwire.training.start.export import CRITIC, export_adapter, export_folder
 from tightwire.training.start.lora import actors, critics
 from tightwire.training.start.model import HEAD_NAME, StartingModel, open_starting_model
 
 # Errors after a run has started.
 FAILURES = (CheckpointError, BrokenDataError, DivergedError, CommError, OSError)
 _READ_AHEAD = 4  # micro-batches, or those of a step if it has more
-_TOKENIZER, _CRITIC = "tokenizer", "critic"
+_TOKENIZER = "tokenizer"
 
 
 def run_training(
@@ -265,7 +265,7 @@ class Run:
             error = export_adapter(out, trained() if is_alone else actors(trained()), lora, base, **how)
             if not is_alone:
                 values = critics(trained(), HEAD_NAME)
-                error = export_adapter(self._folder / _CRITIC, values, lora, base, **how) or error
+                error = export_adapter(self._folder / CRITIC, values, lora, base, **how) or error
         if error := self._control.gather(error)[0]:
             raise CheckpointError(
                 f"the trained model could not be exported: {error}; its checkpoint is complete, and the same command exports it again"

@@ -26,6 +26,7 @@ from tightwire.whole_folder import check_place, whole_folder
 
 _FILE_BYTES = 4_000_000_000
 CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
+CRITIC = "critic"  # PPO's second adapter, in the run's folder
 _MARK = "tightwire-export.json"  # in every export, and in no folder that something else made
 PREFIX = "base_model.model."  # of PEFT's tensor names
 SCORE_NAME = "score.weight"  # of a reward model's head, as transformers' models for sequence classification name it

@@ -135,3 +135,9 @@ def test_classes_of_a_regular_expression_are_ascii(regex: str, matches: str, oth
     for text, fits in ((matches, True), (other, False)):
         matcher = LLMatcher(tokenizer, make_grammar("regex", regex))
         assert (matcher.try_consume_tokens(list(text.encode())) == len(text.encode())) is fits
+
+
+@pytest.mark.timeout(60)
+def test_a_text_that_never_ends_is_searched_once() -> None:
+    """For low numbers. A search from each quote would take minutes, in which nothing else runs."""
+    assert grammar_error('{"' + '\\"' * 130_000 + "\nstart: /a/\n") is not None

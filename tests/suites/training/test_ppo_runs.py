@@ -53,6 +53,14 @@ def _train(config: TrainConfig, world_size: int = 1, num_nodes: int = 1, **optio
     train(config, world_size, num_nodes, engines=make_engines(), **options)
 
 
+def test_a_critic_that_no_run_exported_is_refused_at_the_start(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    (config.run_folder / "critic").mkdir(parents=True)
+    (config.run_folder / "critic" / "notes").touch()
+    with pytest.raises(ValueError, match=r"run: .*critic exists and has no adapter_config.json"):
+        _train(config)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """The configuration of a run by one rank that has ended."""
