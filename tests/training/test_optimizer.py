@@ -42,7 +42,7 @@ def test_shards_are_updated_one_by_one_unless_asked_otherwise() -> None:
         ({"name": "sgd"}, set()),
         ({"name": "sgd", "options": {"momentum": 0.9}}, {"momentum_buffer"}),
     ],
-    ids=str,
+    ids=("adamw", "amsgrad", "adagrad", "rmsprop", "sgd", "momentum"),
 )
 def test_what_an_optimizer_keeps_depends_on_its_options(values: dict[str, Any], names: set[str]) -> None:
     assert names_of_state(_make(**values)) == names
