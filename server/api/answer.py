@@ -70,7 +70,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ApiError):
+            with contextlib.suppress(ApiError):  # 499: the client has gone
                 await cancel_on_disconnect(receive, self.stream_response(send))
         finally:
             await self._frames.aclose()
