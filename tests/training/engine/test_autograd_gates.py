@@ -1,6 +1,7 @@
 """Blocks are called as they like: by keyword, with tensors in containers, several outputs, and weights that are not used."""
 
 import copy
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ def test_keyword_inputs_in_containers_are_gated(checkpoint_blocks: int) -> None:
 @pytest.mark.parametrize("prefetch", ["explicit", "forward", "backward", "implicit"])
 def test_another_order_of_blocks_is_refused_at_once(order: list[int], begins: str, prefetch: Any) -> None:
     """Their weights would be awaited in buffers that hold those of other blocks."""
+    both_refused = Barrier(2, timeout=30)  # a rank that closes its groups earlier fails the other one's gathers
 
     def run_rank(groups: Any) -> None:
         own = KeywordModel()
@@ -65,6 +67,7 @@ def test_another_order_of_blocks_is_refused_at_once(order: list[int], begins: st
             own.layers = nn.ModuleList(own.layers[number] for number in order)
             with pytest.raises(RuntimeError, match=begins), engine.evaluation():
                 own(batches_of(2, 1, 1)[0, 0, groups.rank])
+            both_refused.wait()
 
     run_groups(in_process_train_groups(2), run_rank)
 
