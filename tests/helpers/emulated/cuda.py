@@ -488,9 +488,11 @@ def _memory_at(interface: dict[str, Any]) -> CudaTensor:
 def _interpret() -> None:
     """Triton's interpreter takes the host tensors, and its calls are captured."""
     from helpers.kernels.program_order import permute_interpreted_programs
+    from helpers.kernels.quick_interpreter import quicken_interpreter
     from triton.runtime.interpreter import GridExecutor
 
     permute_interpreted_programs()
+    quicken_interpreter()
     interpreted = GridExecutor.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:

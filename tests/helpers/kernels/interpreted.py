@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from harness import Ranks
 from helpers.kernels.program_order import permute_interpreted_programs
+from helpers.kernels.quick_interpreter import quicken_interpreter
 
 from tightwire.comm.group.group import Group
 
@@ -63,15 +64,16 @@ def _stop_fork_server() -> None:
     forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
 
 
-_permuted = False
+_prepared = False
 
 
 def _call(group: Group, fn: Callable[..., Any], *args: Any) -> Any:
-    global _permuted
+    global _prepared
     os.environ["TRITON_INTERPRET"] = "1"
     # The interpreter computes in NumPy, which warns of infinities that the kernels handle.
     warnings.filterwarnings("ignore", category=RuntimeWarning)
-    if not _permuted:
+    if not _prepared:
         permute_interpreted_programs()
-        _permuted = True
+        quicken_interpreter()
+        _prepared = True
     return fn(group, *args)
