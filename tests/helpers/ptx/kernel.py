@@ -49,7 +49,8 @@ class PtxKernel:
                 if parts is None:
                     raise PtxError(f"cannot read {line!r}")
                 operands = [each.strip() for each in _OPERAND.findall(parts[4])]
-                self._instructions.append(Instruction(parts[1] == "!", parts[2] or "", parts[3], operands))
+                op, *mods = parts[3].split(".")
+                self._instructions.append(Instruction(parts[1] == "!", parts[2] or "", op, mods, operands))
 
     def __call__(self, num_programs: int, *arguments: torch.Tensor | float, seed: int = 0) -> None:
         """Run all programs."""
@@ -68,7 +69,7 @@ class PtxKernel:
             numbers = range(self._num_threads // LANES)
             return _run([Warp(code, number, memory, shared, generator).run() for number in numbers], generator)
 
-        waits = any(".sys." in f"{each.name}." for each in self._instructions)
+        waits = any("sys" in each.mods for each in self._instructions)
         programs = map(start, range(num_programs) if waits else generator.permutation(num_programs).tolist())
         running = list(islice(programs, 1 if waits else _PROGRAMS_AT_ONCE))
         with np.errstate(all="ignore"):

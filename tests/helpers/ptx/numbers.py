@@ -12,13 +12,13 @@ Bits = np.ndarray[Any, Any]  # (32,) uint64: a register's bits in each thread
 NUMPY = {"f16": np.float16, "f32": np.float32, "f64": np.float64} | {
     f"{sign}{size}": np.dtype(f"{'i' if sign == 's' else 'u'}{size // 8}") for sign in "bus" for size in (8, 16, 32, 64)
 }
+_UNSIGNED = {kind: np.dtype(f"u{np.dtype(numbers).itemsize}") for kind, numbers in NUMPY.items()}
 
 
 def from_bits(bits: Bits, kind: str) -> Bits:
     if kind == "bf16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
-    size = int(kind[-2:].lstrip("bsuf"))
-    return bits.astype(f"u{size // 8}").view(NUMPY[kind])
+    return bits.astype(_UNSIGNED[kind]).view(NUMPY[kind])
 
 
 def to_bits(numbers: Bits, kind: str) -> Bits:
@@ -26,8 +26,7 @@ def to_bits(numbers: Bits, kind: str) -> Bits:
         bits = to_odd(numbers, np.float32).view(np.uint32).astype(np.uint64)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF
         return np.where(np.isnan(numbers), np.uint64(0x7FFF), rounded)
-    size = int(kind[-2:].lstrip("bsuf"))
-    return numbers.astype(NUMPY[kind]).view(f"u{size // 8}").astype(np.uint64)
+    return numbers.astype(NUMPY[kind]).view(_UNSIGNED[kind]).astype(np.uint64)
 
 
 def to_odd(numbers: Bits, kind: Any) -> Bits:

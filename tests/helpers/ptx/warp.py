@@ -22,6 +22,7 @@ from helpers.ptx.numbers import (
 
 _EIGHT = np.arange(LANES) < 8
 _ROW, _COLUMN = np.arange(LANES) // 4, np.arange(LANES) % 4 * 2  # of a thread's two numbers in a matrix of 8 x 8
+_ALL = np.ones(LANES, bool)
 _UNKNOWN = {"sat", "relu", "rz", "rm", "rp", "cc", "saturate"}  # modifiers
 _WHOLE: dict[str, Callable[[Bits], Bits]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 _REGISTER = re.compile(r"%[a-z]+\d+")
@@ -32,7 +33,8 @@ _UNWRITTEN = np.full(LANES, 0x7FFF7FFF7FFF7FFF, np.uint64)  # NaN of any type, o
 class Instruction(NamedTuple):
     negated: bool  # its predicate
     predicate: str
-    name: str  # with its modifiers
+    op: str
+    mods: list[str]
     operands: Sequence[str]
 
 
@@ -61,12 +63,9 @@ class Warp:
         """Yields at each barrier."""
         place = 0
         while True:
-            negated, predicate, name, operands = self._code.instructions[place]
+            negated, predicate, op, mods, operands = self._code.instructions[place]
             place += 1
-            mask = np.ones(LANES, bool)
-            if predicate:
-                mask = (self._registers[predicate] != 0) ^ negated
-            op, *mods = name.split(".")
+            mask = (self._registers[predicate] != 0) ^ negated if predicate else _ALL
             if op == "bra":
                 if mask.any() and not mask.all():
                     raise PtxError("threads of a warp part ways")
@@ -80,23 +79,25 @@ class Warp:
             elif op in ("bar", "barrier"):
                 if mods[0] != "warp":
                     if not mask.all() or list(operands) != ["0"]:
-                        raise PtxError(f"{name} {', '.join(operands)} of some threads is not here")
+                        raise PtxError(f"{op}.{'.'.join(mods)} {', '.join(operands)} of some threads is not here")
                     yield
             elif op in ("fence", "griddepcontrol"):
                 pass
-            elif mask.any():
+            elif mask is _ALL or mask.any():
                 self._execute(op, mods, operands, mask)
 
     # Operands.
 
     def _read(self, operand: str, kind: str) -> Bits:
         """The numbers of a register, a constant or a special register."""
+        if (bits := self._registers.get(operand)) is not None:
+            return from_bits(bits, kind)
         if operand in self._special:
             return np.broadcast_to(np.asarray(self._special[operand], np.uint64), LANES).astype(NUMPY[kind])
         if operand[0] == "%" and not _REGISTER.fullmatch(operand):
             raise PtxError(f"{operand} is not here")
         if operand[0] not in "-0123456789":
-            return from_bits(self._registers.get(operand, _UNWRITTEN), kind)
+            return from_bits(_UNWRITTEN, kind)
         if operand.startswith(("0f", "0d")):
             number = np.array([int(f"0x{operand[2:]}", 0)], np.uint64)
             return np.broadcast_to(from_bits(number, "f32" if operand[1] == "f" else "f64"), LANES)
@@ -104,8 +105,10 @@ class Warp:
         return from_bits(np.full(LANES, number, np.uint64), kind)
 
     def _write(self, register: str, bits: Bits, mask: Bits) -> None:
-        before = self._registers.get(register, _UNWRITTEN)
-        self._registers[register] = np.where(mask, bits.astype(np.uint64), before)
+        bits = bits.astype(np.uint64)
+        self._registers[register] = (
+            bits if mask is _ALL else np.where(mask, bits, self._registers.get(register, _UNWRITTEN))
+        )
 
     def _address(self, operand: str) -> Bits:
         base, _, offset = operand.strip("[] ").partition("+")
