@@ -108,12 +108,17 @@ class Dialect(ABC, Generic[BodyT]):
     def __init__(self, body: BodyT, model: ServedModel) -> None:
         self.body, self.model = body, model
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
-        self.adapter = model.info.adapter(body.model)
         self.policy = model.info.policy(body.tightwire)
-        fingerprint = model.info.fingerprint(self.policy, self.adapter)
         self.name_of = "token_id:{}".format if body.return_tokens_as_token_ids else model.tokens.text_of
-        self.model_name = self.adapter.name if self.adapter else model.info.name
+        self.take_adapter()
+
+    def take_adapter(self) -> int:
+        """Answer with the version that the adapter has now; returns its id, 0: none. ApiError 404: it was unloaded."""
+        adapter = self.model.info.adapter(self.body.model)
+        fingerprint = self.model.info.fingerprint(self.policy, adapter)
+        self.model_name = adapter.name if adapter else self.model.info.name
         self._heading = (self.id, int(time.time()), self.model_name, fingerprint)
+        return adapter.id if adapter else 0
 
     @abstractmethod
     async def prompts(self) -> list[Prompt]:
@@ -181,7 +186,9 @@ class Answer:
         self._body, self._dialect, self._trace = dialect.body, dialect, trace
         self._sequences = {f"{dialect.id}-{sequence.index}": sequence for sequence in sequences}
         self._stream = self._body.stream_options or StreamOptions.model_construct()
-        self._deltas = generate(serving.engine, self._sequences, trace, self._body, dialect.policy, dialect.adapter)
+        self._deltas = generate(
+            serving.engine, self._sequences, trace, self._body, dialect.policy, dialect.take_adapter
+        )
         record = trace.record
         record.asked, record.model, record.response_id = self._body, dialect.model_name, dialect.id
         record.count_tokens = self._count_tokens

@@ -1,6 +1,6 @@
 """Submits a request's sequences to the engine and turns tokens into text, for all dialects. Knows no JSON or HTTP."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
@@ -12,7 +12,6 @@ from tightwire.server.api.request_bodies import GenerationBody
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.ipc.engine_client import EngineClient, EngineUnavailableError, QueueFullError
 from tightwire.server.ipc.messages import AddRequest, Output, PromptProgress
-from tightwire.server.plan.rank_setup import ServedAdapter
 
 
 class TokenEntry(NamedTuple):
@@ -153,8 +152,8 @@ async def generate(
     sequences: Mapping[str, TokenSequence],
     trace: RequestTrace,
     body: GenerationBody,
-    policy: str | None = None,
-    adapter: ServedAdapter | None = None,
+    policy: str | None,
+    take_adapter: Callable[[], int],
 ) -> AsyncGenerator[Delta, None]:
     """Run these sequences (by engine id) and yield new deltas, interleaved, until all are finished.
 
@@ -164,7 +163,7 @@ async def generate(
     running, accepted = dict(sequences), False
     outcome = "cancelled"  # of sequences that still run at the end: the client disconnected, unless there was an error
     progress = body.stream and body.tightwire.progress
-    others = policy, body.cache_salt or "", adapter.id if adapter else 0, progress
+    others = policy, body.cache_salt or "", take_adapter(), progress
     requests = [AddRequest(id_, s.prompt.token_ids, s.params, *others) for id_, s in sequences.items()]
     trace.submitted(sequences)
     try:

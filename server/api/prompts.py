@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from tightwire.server.api.errors import ApiError, invalid
+from tightwire.server.api.errors import invalid
 from tightwire.server.api.generation import Prompt, TokenSequence
 from tightwire.server.api.request_bodies import ChatBody, CompletionBody, GenerationBody
 from tightwire.server.api.serving import ModelInfo, ServedModel
@@ -22,14 +22,6 @@ _MAX_BANNED_CHARS = 16_384  # a rank gets several tokens for each
 async def run_off_loop(work: Callable[[], T], num_chars: float) -> T:
     """Run ``work`` in a thread if the text is long, so that other requests' tokens are not delayed."""
     return work() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(work)
-
-
-def check_model(name: str | None, info: ModelInfo) -> None:
-    """404 if a client names neither the model nor one of its adapters."""
-    if name not in (None, *info.names) and info.adapter(name) is None:
-        names = ", ".join(map(repr, (*info.names, *info.adapters.by_name)))
-        message = f"the model {name[:200]!r} does not exist here; this server has {names}"
-        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def check_options(body: GenerationBody, info: ModelInfo, max_sequences: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.detokenize import TokenTable
-from tightwire.server.api.errors import unavailable
+from tightwire.server.api.errors import ApiError, unavailable
 from tightwire.server.api.lora import Adapters
 from tightwire.server.api.metrics import Metrics
 from tightwire.server.api.request_bodies import TightwireOptions
@@ -39,8 +39,13 @@ class ModelInfo:
         return self.name, *self.other_names
 
     def adapter(self, name: str | None) -> ServedAdapter | None:
-        """The adapter that a request's ``model`` names, or None for the base model."""
-        return None if name is None else self.adapters.by_name.get(name)
+        """The adapter that a request's ``model`` names; None: the base model. ApiError 404: it names neither."""
+        adapter = self.adapters.by_name.get(name or "")
+        if adapter is None and name not in (None, *self.names):
+            names = ", ".join(map(repr, (*self.names, *self.adapters.by_name)))
+            message = f"the model {name[:200]!r} does not exist here; this server has {names}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return adapter
 
     def policy(self, asked: TightwireOptions) -> str | None:
         """Return the name of the policy that a request asks for; None: the server's own."""

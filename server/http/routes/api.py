@@ -10,7 +10,7 @@ from tightwire.server.api.answer import Answer, Dialect
 from tightwire.server.api.chat import ChatDialect, chat_token_ids
 from tightwire.server.api.completions import CompletionDialect
 from tightwire.server.api.errors import ApiError, invalid, json_response
-from tightwire.server.api.prompts import check_ids, check_model, check_options, make_sequences, run_off_loop
+from tightwire.server.api.prompts import check_ids, check_options, make_sequences, run_off_loop
 from tightwire.server.api.response_bodies import ModelCard, ModelList
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace
@@ -30,7 +30,7 @@ def api_router(serving: Serving) -> APIRouter:
         """The model and the request's body; for routes that a server which shuts down answers too."""
         model = serving.require_model(Phase.DRAINING)
         body = await read_body(request, kind, serving)
-        check_model(body.model, model.info)
+        model.info.adapter(body.model)
         return model, body
 
     @router.post("/v1/chat/completions", summary="Answer a conversation")
@@ -77,7 +77,6 @@ def api_router(serving: Serving) -> APIRouter:
     @router.get("/v1/models/{model_id:path}", summary="Look a model up")
     async def get_model(model_id: str) -> Response:
         info = serving.require_model(Phase.DRAINING).info
-        check_model(model_id, info)
         adapter = info.adapter(model_id)
         return json_response(ModelCard.of_adapter(info, adapter) if adapter else ModelCard.of_model(info, model_id))
 
@@ -135,7 +134,6 @@ async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[
     model = serving.require_model(counted=True)
     asked = await read_body(request, dialect_type.body_type, serving)
     asked.set_missing(model.info.sampling)
-    check_model(asked.model, model.info)
     dialect = await run_off_loop(lambda: dialect_type(asked, model), num_bytes := request.state.num_bytes)
     body = dialect.body
     try:

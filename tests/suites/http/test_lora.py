@@ -1,7 +1,12 @@
 """Adapters over HTTP: chosen by model name, listed with their parent, loaded and unloaded only inside --lora-dir."""
 
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -104,3 +109,48 @@ async def test_without_lora_dir_nothing_can_be_loaded_or_unloaded() -> None:
         for route, body in (("load", {"lora_name": "x", "lora_path": "a"}), ("unload", {"lora_name": "poet"})):
             answer = await client.post(f"/v1/{route}_lora_adapter", json=body)
             assert answer.status_code == 403 and "--lora-dir" in answer.json()["error"]["message"]
+
+
+class _Stepwise(ThreadPoolExecutor):
+    """Runs a job only when it may, and counts those that came."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.num_jobs, self.may_run = 0, threading.Semaphore(0)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.num_jobs += 1
+        return super().submit(lambda: fn(*args, **kwargs) if self.may_run.acquire(timeout=10) else None)
+
+
+@pytest.mark.parametrize("num_done", [0, 1, 2])
+async def test_a_request_that_threads_prepare_follows_a_change_of_its_adapter(num_done: int, lora_dir: Path) -> None:
+    """A long one: read, made a chat or a completion, tokenized. An old version or the base model never answers it."""
+    engine, threads = FakeEngine(), _Stepwise()
+    asyncio.get_running_loop().set_default_executor(threads)
+    body = {"prompt": "Hi", "model": "x", "user": "u" * 5000}
+    async with _client(engine, lora_dir) as client:
+
+        async def change(verb: str, **body: object) -> None:
+            answer = await client.post(f"/v1/{verb}_lora_adapter", json={"lora_name": "x", **body})
+            assert answer.status_code == 200, answer.text
+
+        async def ask_during(verb: str, **fields: object) -> httpx.Response:
+            threads.num_jobs = 0
+            asking = asyncio.create_task(client.post("/v1/completions", json=body))
+            for _ in range(num_done):
+                threads.may_run.release()
+            while threads.num_jobs <= num_done:
+                await asyncio.sleep(0.001)
+            await change(verb, **fields)
+            threads.may_run.release(3 - num_done)
+            return await asking
+
+        await change("load", lora_path="a")
+        answer = await ask_during("load", lora_path="sub/b", load_inplace=True)
+        assert (answer.status_code, answer.json()["model"], engine.submitted[-1].adapter) == (200, "x", 2)
+        now = (await client.post("/v1/completions", json={"prompt": "Hi", "model": "x"})).json()
+        assert answer.json()["system_fingerprint"] == now["system_fingerprint"]
+        num_submitted = len(engine.submitted)
+        gone = await ask_during("unload")
+        assert gone.status_code == 404 and len(engine.submitted) == num_submitted, gone.text
