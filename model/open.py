@@ -101,7 +101,8 @@ def formats_of(checkpoint: Checkpoint, quantization: str) -> WeightFormats:
     """Return the formats of a prepared folder's matrices, or those of ``choose_formats``."""
     if checkpoint.prepared is not None:
         return checkpoint.prepared.formats
-    return choose_formats(checkpoint.reader(), checkpoint.config, quantization)
+    with naming(checkpoint.location):  # it may be that of a model that drafts
+        return choose_formats(checkpoint.reader(), checkpoint.config, quantization)
 
 
 def _open_gguf(path: Path) -> Checkpoint:

@@ -7,7 +7,6 @@ read back from the disk and verified before the folder gets its manifest and its
 import errno
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -130,9 +129,9 @@ def _write_small_files(job: _Job, folder: Path) -> dict[str, str]:
     config = replace(job.checkpoint.config, dtype=job.options.dtype)
     (folder / "config.json").write_text(json.dumps(config_to_hf(config), indent=1) + "\n")
     job.checkpoint.tokenizer().save(folder)
-    source = job.checkpoint.path
-    if source is not None and (source / _GENERATION).is_file():
-        shutil.copyfile(source / _GENERATION, folder / _GENERATION)
+    if job.checkpoint.generation:
+        generation = {**job.checkpoint.generation, "eos_token_id": list(config.eos_token_ids)}
+        (folder / _GENERATION).write_text(json.dumps(generation, indent=1) + "\n")
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 

@@ -106,6 +106,8 @@ def rope_to_hf(config: LlamaConfig) -> dict[str, Any]:
         return {"rope_parameters": {FULL: {"rope_type": "default", **(rope or {}), **written}, SLIDING: local}}
     if rope is not None and config.rope_scaling.kind == "longrope":
         written[ORIGINAL] = config.rope_scaling.original_max_positions
+    if rope is None and "rope_parameters" in config.entry.defaults:  # without one the family's would be read
+        rope = {"rope_type": "default"}
     return {**written, "rope_scaling": rope}
 
 

@@ -7,7 +7,9 @@ Sources: AutoAWQ awq/utils/packing_utils.py; GPTQModel nn_modules/qlinear; compr
 inference/fp8_cast_bf16.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ _CODES = {"awq": ".qweight", "gptq": ".qweight", "packed": ".weight_packed", "pl
 _INDICES = (".g_idx", ".weight_g_idx")
 _DAMAGED = "its codes, scales, zeros and groups do not belong together"
 _ROUNDED = "rounded again, by at most 1/254 of the largest of 32 numbers"
+_Read = Callable[[str], Tensor]  # whole tensors of the files
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,6 @@ class _Codes:
     scale_OG: Tensor  # float32
     zero_OG: Tensor  # float32
     group_D: Tensor
-
-    def rows(self, rows: range) -> "_Codes":
-        part = slice(rows.start, rows.stop)
-        return _Codes(self.codes_OD[part], self.scale_OG[part], self.zero_OG[part], self.group_D)
 
     def numbers(self) -> Tensor:
         """(O, D) float32, rounded once by the product."""
@@ -100,15 +99,16 @@ class QuantizedReader:
             return
         with naming(f"tensor {name}", _DAMAGED, IndexError, RuntimeError):
             columns = range(self.shape(name)[1]) if columns is None else columns
-            own, blocks = self._codes(name, rows, columns), None
+            read, blocks = cache(self._plain.whole), None
             if isinstance(out, PackedMatrix) and not self._is_rounded(out.format, in_order=self._in_order(name)):
                 blocks = out
-            for chunk in row_chunks(range(len(rows)), 4 * len(columns) * growth_of(out)):
-                part = own.rows(chunk)
+            # Codes are unpacked piece by piece: all of a matrix would take several times its bytes.
+            for chunk in row_chunks(rows, 4 * len(columns) * (growth_of(out) if blocks is None else 1), multiple_of=8):
+                part, start = self._codes(name, chunk, columns, read), chunk.start - rows.start
                 if blocks is not None:
-                    blocks.rows(chunk.start, chunk.stop).blocks_OB.copy_(part.blocks(blocks.format))
+                    blocks.rows(start, start + len(chunk)).blocks_OB.copy_(part.blocks(blocks.format))
                 else:
-                    store_rows(out, chunk.start, part.numbers(), name)
+                    store_rows(out, start, part.numbers(), name)
 
     def _is_quantized(self, name: str) -> bool:
         layout = self._quantization.layout
@@ -152,12 +152,13 @@ class QuantizedReader:
         size = self._quantization.group_elems or (self._quantization.block_elems or (0, self.shape(name)[1]))[1]
         return torch.arange(columns.start, columns.stop) // size
 
-    def _codes(self, name: str, rows: range, columns: range) -> _Codes:
-        own, read = self._quantization, self._plain.whole
+    def _codes(self, name: str, rows: range, columns: range, read: _Read) -> _Codes:
+        own = self._quantization
         raw = read(self._of(name, _CODES[own.layout]))
         out, inputs = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
         if own.layout == "awq":
-            codes_OD = _unpack(raw[inputs], own.bits, 1, _AWQ_ORDER)[:, out].t()
+            ints, first = slice(rows.start // 8, -(-rows.stop // 8)), rows.start % 8
+            codes_OD = _unpack(raw[inputs, ints], own.bits, 1, _AWQ_ORDER)[:, first : first + len(rows)].t()
             scale_OG = read(self._of(name, ".scales")).float()[:, out].t()
             zero_OG = _unpack(read(self._of(name, ".qzeros")), own.bits, 1, _AWQ_ORDER)[:, out].t()
         elif own.layout == "gptq":
@@ -168,8 +169,8 @@ class QuantizedReader:
             zero_OG = (zero_OG + own.stored_zero_offset) & (1 << own.bits) - 1
         else:
             codes_OD = (_unpack(raw[out], own.bits, 1) if own.layout == "packed" else raw[out])[:, inputs]
-            scale_OG = self._scales(name, rows)
-            zero_OG = self._zeros(name, rows, scale_OG)
+            scale_OG = self._scales(name, rows, read)
+            zero_OG = self._zeros(name, rows, scale_OG, read)
         if own.layout == "gptq" and own.symmetric and bool((zero_OG != 1 << own.bits - 1).any()):
             raise ModelError('its zeros are not those of "sym": true in config.json; is "checkpoint_format" right?')
         num_groups = 1 + int(self._groups(name, range(self.shape(name)[1])).max())
@@ -178,12 +179,12 @@ class QuantizedReader:
             raise ModelError(f"{found}, and {own.name} need {num_groups} each; is its config.json another model's?")
         return _Codes(codes_OD.contiguous(), scale_OG, zero_OG.float(), self._groups(name, columns))
 
-    def _scales(self, name: str, rows: range) -> Tensor:
+    def _scales(self, name: str, rows: range, read: _Read) -> Tensor:
         """Scales of rows, (O, G): stored for the tensor, each row, groups of columns, or blocks of rows and columns."""
         stored = self._scale_name(name)
         if stored is None:
             raise ModelError(f"tensor {self._of(name, '.weight_scale')} is missing")
-        scale = self._plain.whole(stored).float()
+        scale = read(stored).float()
         if scale.numel() == 1:
             return scale.reshape(1, 1).expand(len(rows), 1)
         row_O = torch.arange(rows.start, rows.stop)
@@ -191,11 +192,11 @@ class QuantizedReader:
             row_O = row_O // self._quantization.block_elems[0]
         return scale.reshape(len(scale), -1)[row_O]
 
-    def _zeros(self, name: str, rows: range, scale_OG: Tensor) -> Tensor:
+    def _zeros(self, name: str, rows: range, scale_OG: Tensor, read: _Read) -> Tensor:
         own, stored = self._quantization, self._of(name, ".weight_zero_point")
         if own.symmetric or stored not in self._names:
             return torch.full_like(scale_OG, 1 << own.bits - 1 if own.layout == "packed" else 0)
-        zero = self._plain.whole(stored)
+        zero = read(stored)
         if own.layout == "packed":
             zero = _unpack(zero, own.bits, 0)
         return zero.float().reshape(len(zero), -1)[rows.start : rows.stop].expand_as(scale_OG)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, PACKED_FORMATS, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.packed import Weight
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, NORMS
 from tightwire.model.layout import Layout, Shard, make_layout, whole_shard
@@ -171,7 +172,7 @@ class WeightFormats:
 
 
 def choose_formats(reader: CheckpointReader, config: LlamaConfig, quantization: str) -> WeightFormats:
-    """Resolve ``--quantization`` for every matrix; raises ValueError if a matrix cannot be packed in this format.
+    """Resolve ``--quantization`` for every matrix; raises ModelError if a matrix cannot be packed in this format.
 
     auto: keep the file's packed formats. none: all plain. int8, int4: quantize floats to Q8_0 or Q4_1 when they are
     read; keep matrices that the file holds packed in that many bits.
@@ -199,12 +200,12 @@ def _choose(fused: Fused, stored: Mapping[str, str], quantization: str) -> dict[
     if len(kept) == len(stored) and all(own.bits in (made.bits, asked.bits) for own in kept.values()):
         return kept
     if kept:
-        raise ValueError(
+        raise ModelError(
             f"--quantization {quantization}: the file holds {', '.join(fused.names)} in {' and '.join(sorted(set(stored.values())))}, "
             "and quantizing twice loses accuracy twice; use auto (as the file holds them), none (expanded), or an unquantized file"
         )
     if len(fused.columns) % GROUP_ELEMS:
-        raise ValueError(
+        raise ModelError(
             f"--quantization {quantization}: rows of {fused.names[0]} have {len(fused.columns)} numbers, which are not "
             f"whole groups of {GROUP_ELEMS}; use --quantization none"
         )

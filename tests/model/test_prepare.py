@@ -193,12 +193,15 @@ TEXTS = ["Hello, world", "naïve café\n\t世界 🎉", "<|start|>user", "<|im_s
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 
 
-@pytest.mark.parametrize("kind", ["folder", "folder without a template", "gguf", "smollm2", "random"])
+@pytest.mark.parametrize(
+    "kind", ["folder", "folder without a template", "folder of a gguf", "gguf", "smollm2", "random"]
+)
 def test_a_prepared_folder_is_a_complete_model(tmp_path: Path, smollm2_path: Path, kind: str) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    if kind == "gguf":
-        name = str(make_tiny_gguf(source / "m.gguf"))
+    if kind in ("gguf", "folder of a gguf"):
+        file = make_tiny_gguf(source / "m.gguf")
+        name = str(file if kind == "gguf" else source)
     elif kind == "smollm2":
         name = str(shutil.copy(smollm2_path, source / "smollm2.gguf"))
     elif kind == "random":
@@ -206,6 +209,7 @@ def test_a_prepared_folder_is_a_complete_model(tmp_path: Path, smollm2_path: Pat
         name = f"random:{source / 'config.json'}"
     else:
         name = str(make_tiny(source, chat=kind == "folder"))
+    if kind.startswith("folder"):
         (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 259], "temperature": 0.5}))
     checkpoint = open_checkpoint(name)
     before = checkpoint.tokenizer()
@@ -228,7 +232,7 @@ def test_a_prepared_folder_is_a_complete_model(tmp_path: Path, smollm2_path: Pat
         assert after.render_chat(MESSAGES) == before.render_chat(MESSAGES)
         assert after.encode_chat(MESSAGES) == before.encode_chat(MESSAGES)
     if kind.startswith("folder"):
-        assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.5
+        assert opened.generation["temperature"] == 0.5
     with pytest.raises(ModelError, match=r"`tightwire serve .*out --tp 1` serves it"):
         opened.reader()
 

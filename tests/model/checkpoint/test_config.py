@@ -298,6 +298,14 @@ def test_config_round_trips(name: str) -> None:
     assert config_from_hf(exported) == CONFIGS[name]
 
 
+def test_a_ministral_3_without_scaling_round_trips() -> None:
+    """A config.json that says nothing of it has the family's."""
+    given = tiny_config(architectures=["Ministral3ForCausalLM"], rope_parameters={"rope_type": "default"})
+    config = config_from_hf(given)
+    assert config.rope_scaling.kind == "none"
+    assert config_from_hf(config_to_hf(config)) == config
+
+
 def test_end_tokens_keep_their_order() -> None:
     config = replace(CONFIGS["plain"], eos_token_ids=(9, 3, 5), bos_token_id=7, dtype="float16")
     assert config_from_hf(config_to_hf(config)) == config

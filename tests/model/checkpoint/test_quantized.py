@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference
+from tightwire.model.checkpoint import quantized
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.open import open_checkpoint
@@ -57,6 +58,22 @@ def test_packed_blocks_hold_the_same_numbers_within_the_stated_cost(scheme: str,
     assert ("rounded again" in checkpoint.note) == SCHEMES[scheme].is_rounded_again
     assert ("act-order" in checkpoint.note) == ("act-order" in scheme)
     assert kept_as.name in checkpoint.note
+
+
+@pytest.mark.parametrize("scheme", ["awq", "gptq", "gptq-act-order", "w4a16-asymmetric"])
+def test_codes_are_unpacked_piece_by_piece(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a whole matrix would take several times the memory of a streamed layer."""
+    name, sizes, unpack = NAMES[2], list[int](), quantized._unpack
+    numbers = make_quantized(tmp_path, SCHEMES[scheme])[name][5:117]
+    monkeypatch.setattr(
+        quantized, "_unpack", lambda *given: (sizes.append((parts := unpack(*given)).numel()), parts)[1]
+    )
+    monkeypatch.setattr("tightwire.model.checkpoint.reader.CHUNK_BYTES", 4 * 192 * 16)  # sixteen rows
+    out = torch.empty(112, 192)
+    open_checkpoint(str(tmp_path)).reader().read_into(out, name, rows=range(5, 117))
+    assert torch.equal(out, numbers)
+    assert len(sizes) >= 7
+    assert max(sizes) <= 3 * 8 * 192  # of rows that begin and end within an int32
 
 
 def test_indices_of_neighbouring_columns_change_nothing(tmp_path: Path) -> None:

@@ -101,6 +101,12 @@ def test_a_draft_prepared_for_one_rank_is_planned(model: Path, tmp_path: Path) -
     assert 0 < prepared < plan_of(model, model, dtype="float32").budget.ranks[0].draft
 
 
+def test_a_draft_model_whose_matrices_cannot_be_packed_is_named(model: Path, tmp_path: Path) -> None:
+    draft = make_tiny_gguf(tmp_path / "draft.gguf", "Q8_0")
+    with pytest.raises(ValueError, match=r"draft\.gguf: --quantization int4: the file holds .* in Q8_0"):
+        plan_of(model, draft, quantization="int4")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
