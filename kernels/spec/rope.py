@@ -13,7 +13,7 @@ from torch import Tensor
 def llama3(wavelengths: Tensor, factor: float, trained: int, low: float, high: float) -> Tensor:
     """Divide frequencies of long wavelengths by ``factor``, keep short ones, and interpolate (Llama 3, 2407.21783)."""
     frequencies = 1.0 / wavelengths
-    turns = trained * frequencies / (2 * math.pi)  # full turns within the trained context
+    turns = trained / (2 * math.pi / frequencies)  # full turns within the trained context
     kept_share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - kept_share) * frequencies / factor + kept_share * frequencies
 

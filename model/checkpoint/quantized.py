@@ -199,7 +199,8 @@ class QuantizedReader:
         zero = read(stored)
         if own.layout == "packed":
             zero = _unpack(zero, own.bits, 0)
-        return zero.float().reshape(len(zero), -1)[rows.start : rows.stop].expand_as(scale_OG)
+        own_rows = slice(rows.start, rows.stop) if zero.numel() > 1 else slice(None)  # one zero may be that of all rows
+        return zero.float().reshape(len(zero), -1)[own_rows].expand_as(scale_OG)
 
     def _scale_name(self, name: str) -> str | None:
         candidates = (self._of(name, ending) for ending in (".weight_scale", ".weight_scale_inv"))

@@ -8,16 +8,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.rope import rope_tables
 
-_LLAMA3 = RopeScaling(
-    kind="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
-)
-_LLAMA3_HF = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_OTHER_LLAMA3 = {**_LLAMA3, "low_freq_factor": 0.5}
+
+
+def _llama3(stated: dict[str, float]) -> tuple[RopeScaling, dict[str, object]]:
+    own = {name.replace("_position_embeddings", "_positions"): number for name, number in stated.items()}
+    return RopeScaling(kind="llama3", **own), {"rope_type": "llama3", **stated}  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -25,9 +22,10 @@ _LLAMA3_HF = {
     [
         (RopeScaling(), {"rope_type": "default"}),
         (RopeScaling(kind="linear", factor=4.0), {"rope_type": "linear", "factor": 4.0}),
-        (_LLAMA3, _LLAMA3_HF),
+        _llama3(_LLAMA3),
+        _llama3(_OTHER_LLAMA3),
     ],
-    ids=["none", "linear", "llama3"],
+    ids=["none", "linear", "llama3", "other-llama3"],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_equals_transformers(scaling: RopeScaling, theirs: dict[str, object], head_dim: int) -> None:

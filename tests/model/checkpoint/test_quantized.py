@@ -94,6 +94,16 @@ def test_groups_that_are_not_whole_32s_in_a_row_are_expanded(tmp_path: Path) -> 
     assert reader.stored_as(NAMES[2]) == "8 bits, rows"
 
 
+def test_one_scale_and_zero_of_a_whole_tensor(tmp_path: Path) -> None:
+    weights = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor"}
+    tensors = {"weight_scale": torch.tensor([0.5]), "weight_zero_point": torch.tensor([3], dtype=torch.int8)}
+    reader = change_folder(tmp_path, "w8a8-int", tensors, config_groups={"group_0": {"weights": weights}})
+    codes = load_file(tmp_path / "model.safetensors")[NAMES[2]]
+    out = torch.empty(9, 192)
+    reader.read_into(out, NAMES[2], rows=range(5, 14))
+    assert torch.equal(out, (codes[5:14].float() - 3) * 0.5)
+
+
 def test_a_missing_scale_is_named(tmp_path: Path) -> None:
     make_quantized(tmp_path, SCHEMES["gptq"])
     tensors = load_file(tmp_path / "model.safetensors")
