@@ -215,6 +215,26 @@ def test_an_answer_that_streams_is_kept_when_its_view_or_page_is_left(visit: Ope
         v.see(".reply .facts", "stopped")
 
 
+def test_one_answer_runs_at_a_time(visit: Open, engine: FakeEngine) -> None:
+    """Also when a question is edited while the answer to another one streams."""
+    engine.script = says("Yes.")
+    with visit() as v:
+        v.say("First?")
+        v.see(".reply button", "Regenerate")
+        v.see(".question button", "Edit").click()
+        engine.script, engine.token_s = says(_LONG), 0.05
+        v.say("Second?")
+        v.see(".reply[aria-busy=true] .text", "The wire")
+        v.page.focus("#edit")
+        v.press("Enter")
+        assert v.page.is_disabled(".editing button[type=submit]")
+        v.see(".composer button", "Stop").click()
+        v.see(".reply .facts", "stopped")
+        v.page.click(".editing >> text=Send")
+        v.see(".reply[aria-busy=true] .text", "The wire")
+    assert len(engine.submitted) == 3
+
+
 def test_settings_are_sent_and_a_conversation_is_exported(visit: Open, engine: FakeEngine) -> None:
     with visit() as v:
         v.see('.status[data-status="ready"]')
