@@ -278,6 +278,22 @@ def test_two_policies_answer_the_same_prompt(visit: Open, engine: FakeEngine) ->
     assert {request.params.max_tokens for request in engine.submitted} == {64}
 
 
+def test_answers_are_shown_under_the_policies_that_gave_them(visit: Open, engine: FakeEngine) -> None:
+    engine.script = says("The same.")
+    engine.comm_setup = msgspec.structs.replace(
+        _SETUP, extra={name: [_choice(name)] for name in ("flash-int8", "ring")}
+    )
+    with visit("/#compare") as v:
+        v.say("Count.")
+        v.see(".comparison td", "the same")
+        v.page.select_option("#policy-1", "ring")
+        v.see(".note", "Both answer the same prompt")
+        assert v.page.locator(".comparison, .sides .text").count() == 0
+        v.page.select_option("#policy-1", "flash-int8")
+        v.see(".comparison th", "flash-int8")
+        v.see(".sides .text", "The same.")
+
+
 def test_a_prompt_in_stages_is_compared_with_one_in_tensors(visit: Open, engine: FakeEngine) -> None:
     """A hybrid server has each policy twice; the second name sums the prompt's rows too."""
     engine.script = says("The same.")
