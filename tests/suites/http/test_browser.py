@@ -28,6 +28,18 @@ _TIMEOUT_MS = 60_000  # a busy machine
 _LONG = "The wire is tight. It has one strand and then another. " * 4  # within the model's context
 _CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 
+# Markdown as the page draws it: its HTML, its text, and the contents of its code blocks.
+_DRAW = """async (texts) => {
+    const { markdown } = await import("/web/js/markdown.js");
+    const { html, render } = await import("/web/vendor/htm-preact.js");
+    return texts.map((text) => {
+        const place = document.createElement("div");
+        render(html`<div>${markdown(text)}</div>`, place);
+        const code = [...place.querySelectorAll("pre code")].map((block) => block.textContent);
+        return { html: place.innerHTML, text: place.textContent, code };
+    });
+}"""
+
 
 def _choice(algorithm: str) -> CommChoice:
     return CommChoice("o_proj", "prefill", None, algorithm, f"{algorithm} was measured")
@@ -370,6 +382,28 @@ def test_a_code_block_can_be_copied(visit: Open, engine: FakeEngine) -> None:
         v.see(".code button", "Copy").click()
         v.see(".code button", "Copied")
         assert v.page.evaluate("navigator.clipboard.readText()") == "for i in x:\n    print(i)"
+
+
+def test_code_blocks_end_where_markdown_ends_them(visit: Open, engine: FakeEngine) -> None:
+    code = {
+        "1. Run:\n   ```py\n   a*b*c\n\n     d\n   ```\n2. Done": ["a*b*c\n\n  d"],
+        "````md\n```js\nx\n```\n````\nafter": ["```js\nx\n```"],
+        "~~~\n```\n~~~\nafter": ["```"],
+        "```\na\n```py\nb": ["a\n```py\nb"],
+        "```x = 1``` is a line": [],
+    }
+    with visit() as v:
+        drawn = v.page.evaluate(_DRAW, list(code))
+    assert [block["code"] for block in drawn] == list(code.values())
+    assert [block["text"] for block in drawn][-1] == "x = 1 is a line"
+    assert '<ol start="2"><li>Done' in drawn[0]["html"]
+
+
+def test_no_text_of_an_answer_is_lost(visit: Open) -> None:
+    with visit() as v:
+        drawn = v.page.evaluate(_DRAW, ["# A\rtitle", "> a\u2028quote", "- an\u2028item", "[a](https://b.c/d_(e)/f) g"])
+    assert [block["text"].split() for block in drawn] == [["A", "title"], ["a", "quote"], ["an", "item"], ["a", "g"]]
+    assert 'href="https://b.c/d_(e)/f"' in drawn[-1]["html"]
 
 
 def test_a_server_with_one_policy_says_how_to_start_it_with_two(visit: Open, engine: FakeEngine) -> None:
