@@ -374,6 +374,18 @@ def test_the_dashboard_forgets_the_model_of_a_server_that_ended(visit: Open, eng
         v.see(".bar .model", "tiny")
 
 
+def test_the_dashboard_says_nothing_false_without_readings(visit: Open, engine: FakeEngine) -> None:
+    with visit("/dashboard", allowed=["status of 503", "ERR_FAILED"]) as v:
+        v.see(".card td", "two-shot was measured")
+        engine.state = EngineState(phase=Phase.DRAINING)
+        v.see(".notice")
+        assert v.page.inner_text(".notice") == "The server takes no requests (draining)"
+        v.see(".card td", "all reduce, decode")
+        v.page.route("**/*", lambda route: route.abort())
+        v.see(".notice", "does not answer")
+        v.see(".card .note", "Two readings of a running server are needed.")
+
+
 def test_a_code_block_can_be_copied(visit: Open, engine: FakeEngine) -> None:
     engine.script = says("So:\n```python\nfor i in x:\n    print(i)\n```\nDone.")
     with visit(permissions=["clipboard-read", "clipboard-write"]) as v:
