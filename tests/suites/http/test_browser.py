@@ -111,7 +111,7 @@ def visit(browser: Any, engine: FakeEngine) -> Open:
 
     @contextmanager
     def open_page(
-        path: str = "/", key: str | None = None, allowed: Sequence[str] = (), **options: Any
+        path: str = "/", key: str | None = None, allowed: Sequence[str] = (), script: str = "", **options: Any
     ) -> Iterator[Visit]:
         setup = engine.comm_setup
         assert setup is not None
@@ -121,6 +121,7 @@ def visit(browser: Any, engine: FakeEngine) -> Open:
         with serve(app) as url:
             context = browser.new_context(viewport=options.pop("viewport", _DESK), **options)
             context.set_default_timeout(_TIMEOUT_MS)
+            context.add_init_script(script)
             visit = Visit(context.new_page(), url)
             visit.watch()
             visit.page.goto(url + path)
@@ -384,6 +385,24 @@ def test_the_dashboard_says_nothing_false_without_readings(visit: Open, engine: 
         v.page.route("**/*", lambda route: route.abort())
         v.see(".notice", "does not answer")
         v.see(".card .note", "Two readings of a running server are needed.")
+
+
+@pytest.mark.parametrize("broken", ["window, 'sessionStorage', { get", "Storage.prototype, 'setItem', { value"])
+def test_pages_work_where_the_browser_keeps_nothing(visit: Open, broken: str) -> None:
+    """It blocks cookies, or the texts are longer than it keeps."""
+    script = f"Object.defineProperty({broken}() {{ throw new DOMException('no', 'SecurityError'); }} }});"
+    with visit(key="secret", allowed=["401"], script=script) as v:
+        v.see("dialog.key")
+        v.page.keyboard.type("secret")
+        v.press("Enter")
+        v.see(".bar .model", "tiny")
+        v.page.fill("#system", "Be brief.")
+        v.say("Hi")
+        v.see(".reply .facts", "tokens/s")
+        v.page.click("text=Compare")
+        v.see(".views [aria-pressed=true]", "Compare")
+        v.page.click(".views >> text=Chat")
+        v.see(".question .text", "Hi")
 
 
 def test_a_code_block_can_be_copied(visit: Open, engine: FakeEngine) -> None:
