@@ -208,6 +208,20 @@ def test_escape_stops_an_answer_and_its_text_stays(visit: Open, engine: FakeEngi
     assert len(engine.cancelled) == 2
 
 
+def test_a_question_is_shown_to_a_reader_who_has_scrolled_up(visit: Open, engine: FakeEngine) -> None:
+    engine.script = says("One.\n\n" * 12)
+    with visit(viewport={"width": 1280, "height": 400}) as v:
+        v.say("First?")
+        v.see(".reply button", "Regenerate")
+        v.page.evaluate("document.querySelector('.log').scrollTop = 0")
+        v.page.wait_for_timeout(100)  # the browser tells of scrolling with the next frame
+        engine.script = says("Two.")
+        v.say("Second?")
+        v.see(".reply >> nth=1 >> button", "Regenerate")
+        end = "(({ scrollTop, scrollHeight, clientHeight }) => scrollHeight - scrollTop - clientHeight)"
+        assert v.page.evaluate(f"{end}(document.querySelector('.log'))") < 20
+
+
 def test_an_answer_that_streams_is_kept_when_its_view_or_page_is_left(visit: Open, engine: FakeEngine) -> None:
     engine.script, engine.token_s = says(_LONG), 0.05
     with visit() as v:
