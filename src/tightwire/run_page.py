@@ -102,13 +102,10 @@ def _chart(name: str, points: Sequence[tuple[int, float]]) -> str:
 
     each = " ".join(place(*point) for point in points)
     mean = " ".join(place(*point) for point in zip(steps, smooth(values), strict=True))
+    heights = (8, 8 + (_HEIGHT - 8 - _UNDER) / 2, _HEIGHT - _UNDER)
     grid = "".join(
-        f"<line class=grid x1={_LEFT} x2={_WIDTH - 8} y1={at} y2={at} /><text x={_LEFT - 6} y={at + 4} text-anchor=end>{value:.3g}</text>"
-        for at, value in (
-            (8, middle + half),
-            (8 + (_HEIGHT - 8 - _UNDER) / 2, middle),
-            (_HEIGHT - _UNDER, middle - half),
-        )
+        f"<line class=grid x1={_LEFT} x2={_WIDTH - 8} y1={at} y2={at} /><text x={_LEFT - 6} y={at + 4} text-anchor=end>{text}</text>"
+        for at, text in zip(heights, _marks(middle + half, middle, middle - half), strict=True)
     )
     ends = f"<text x={_LEFT} y={_HEIGHT - 4}>step {steps[0]}</text><text x={_WIDTH - 8} y={_HEIGHT - 4} text-anchor=end>{steps[-1]}</text>"
     lines = f"<polyline class=each points='{each}' /><polyline class=mean points='{mean}' />"
@@ -117,6 +114,12 @@ def _chart(name: str, points: Sequence[tuple[int, float]]) -> str:
         f"<figure><figcaption>{label}</figcaption><svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width={_WIDTH} height={_HEIGHT} role=img "
         f"aria-label='{label}'>{grid}{ends}{lines}</svg></figure>"
     )
+
+
+def _marks(*values: float) -> list[str]:
+    """The numbers beside the lines of a chart, with as many digits as tell them apart, at most those that fit."""
+    texts = [[f"{value:.{digits}g}" for value in values] for digits in range(3, 8)]
+    return next((each for each in texts if len({*each}) == len(each)), texts[-1])
 
 
 def _answers(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:
