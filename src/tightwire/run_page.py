@@ -22,7 +22,7 @@ _MOST_STEPS = 12  # of which answers are shown: the first ones and the last ones
 _WIDTH, _HEIGHT, _LEFT, _UNDER = 432, 170, 64, 20
 _STYLE = """:root{color-scheme:light dark}body{font:15px/1.45 system-ui,sans-serif;max-width:1320px;margin:24px auto;padding:0 16px}
 h1{font-size:22px}h2{font-size:17px}.charts{display:flex;flex-wrap:wrap;gap:16px}figure{margin:0}figcaption{font-weight:600}
-svg text{fill:currentColor;font-size:11px}.grid{stroke:currentColor;opacity:.18}.each{fill:none;stroke:#4a90d9;opacity:.45}
+svg{max-width:100%;height:auto}svg text{fill:currentColor;font-size:11px}.grid{stroke:currentColor;opacity:.18}.each{fill:none;stroke:#4a90d9;opacity:.45}
 .mean{fill:none;stroke:#2a6fc0;stroke-width:2}table{border-collapse:collapse;width:100%}
 th,td{text-align:left;vertical-align:top;padding:4px 8px;border-bottom:1px solid #8884}td:nth-child(n+3){text-align:right}
 td{white-space:pre-wrap;overflow-wrap:anywhere}summary{cursor:pointer;padding:4px 0}"""

@@ -67,6 +67,7 @@ def test_answers_are_escaped_sorted_and_of_the_first_and_last_steps(tmp_path: Pa
 
     checker = _Checker()
     checker.feed(text)
+    assert "svg{max-width:100%" in text  # a chart is wider than a phone
     assert checker.tags.count("svg") == 4 and checker.tags.count("details") == 12
     shown = [int(step) for step in re.findall(r"<summary>step (\d+): 3 answers, mean reward 0.25", text)]
     assert shown == [20, 19, 18, 17, 16, 15, 6, 5, 4, 3, 2, 1]
