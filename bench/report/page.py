@@ -1,11 +1,11 @@
 """The HTML page of a result: plots, tables and text in one file that needs no network, in the look of the playground."""
 
 import re
+import shlex
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
 from jinja2 import Environment
 
@@ -26,11 +26,11 @@ Item = Plot | Table | Text
 
 
 def render(
-    name: str, title: str, lead: str, items: Sequence[Item], *, alarms: Sequence[str], facts: Mapping[str, Any]
+    name: str, title: str, lead: str, items: Sequence[Item], *, alarms: Sequence[str], facts: Mapping[str, object]
 ) -> str:
     """The page of the bench ``name``. ``alarms``: reasons not to trust the result; ``facts``: machine, versions, settings."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"command": split_command, "fact": describe_fact}
+    environment.filters |= {"command": split_command, "fact": describe_fact, "shell": shlex.join}
     template = environment.from_string((files(report) / "page.html").read_text())
     plots = [item for item in items if isinstance(item, Plot)]
     return template.render(
@@ -53,7 +53,7 @@ def split_command(line: str) -> tuple[str, str]:
     return (found[1] or "", found[2]) if found else (line, "")
 
 
-def describe_fact(value: Any) -> str:
+def describe_fact(value: object) -> str:
     """A value of a result in words; empty for nothing, and for values with values inside their values."""
     if isinstance(value, Mapping):
         inner = {key: describe_fact(part) for key, part in value.items() if not isinstance(part, Mapping)}

@@ -22,7 +22,7 @@ _MOST_STEPS = 12  # of which answers are shown: the first ones and the last ones
 _WIDTH, _HEIGHT, _LEFT, _UNDER = 432, 170, 64, 20
 _STYLE = """:root{color-scheme:light dark}body{font:15px/1.45 system-ui,sans-serif;max-width:1320px;margin:24px auto;padding:0 16px}
 h1{font-size:22px}h2{font-size:17px}.charts{display:flex;flex-wrap:wrap;gap:16px}figure{margin:0}figcaption{font-weight:600}
-svg text{fill:currentColor;font-size:11px}.grid{stroke:currentColor;opacity:.18}.each{fill:none;stroke:#4a90d9;opacity:.45}
+svg{max-width:100%;height:auto}svg text{fill:currentColor;font-size:11px}.grid{stroke:currentColor;opacity:.18}.each{fill:none;stroke:#4a90d9;opacity:.45}
 .mean{fill:none;stroke:#2a6fc0;stroke-width:2}table{border-collapse:collapse;width:100%}
 th,td{text-align:left;vertical-align:top;padding:4px 8px;border-bottom:1px solid #8884}td:nth-child(n+3){text-align:right}
 td{white-space:pre-wrap;overflow-wrap:anywhere}summary{cursor:pointer;padding:4px 0}"""
@@ -102,13 +102,10 @@ def _chart(name: str, points: Sequence[tuple[int, float]]) -> str:
 
     each = " ".join(place(*point) for point in points)
     mean = " ".join(place(*point) for point in zip(steps, smooth(values), strict=True))
+    heights = (8, 8 + (_HEIGHT - 8 - _UNDER) / 2, _HEIGHT - _UNDER)
     grid = "".join(
-        f"<line class=grid x1={_LEFT} x2={_WIDTH - 8} y1={at} y2={at} /><text x={_LEFT - 6} y={at + 4} text-anchor=end>{value:.3g}</text>"
-        for at, value in (
-            (8, middle + half),
-            (8 + (_HEIGHT - 8 - _UNDER) / 2, middle),
-            (_HEIGHT - _UNDER, middle - half),
-        )
+        f"<line class=grid x1={_LEFT} x2={_WIDTH - 8} y1={at} y2={at} /><text x={_LEFT - 6} y={at + 4} text-anchor=end>{text}</text>"
+        for at, text in zip(heights, _marks(middle + half, middle, middle - half), strict=True)
     )
     ends = f"<text x={_LEFT} y={_HEIGHT - 4}>step {steps[0]}</text><text x={_WIDTH - 8} y={_HEIGHT - 4} text-anchor=end>{steps[-1]}</text>"
     lines = f"<polyline class=each points='{each}' /><polyline class=mean points='{mean}' />"
@@ -117,6 +114,12 @@ def _chart(name: str, points: Sequence[tuple[int, float]]) -> str:
         f"<figure><figcaption>{label}</figcaption><svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width={_WIDTH} height={_HEIGHT} role=img "
         f"aria-label='{label}'>{grid}{ends}{lines}</svg></figure>"
     )
+
+
+def _marks(*values: float) -> list[str]:
+    """The numbers beside the lines of a chart, with as many digits as tell them apart, at most those that fit."""
+    texts = [[f"{value:.{digits}g}" for value in values] for digits in range(3, 8)]
+    return next((each for each in texts if len({*each}) == len(each)), texts[-1])
 
 
 def _answers(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:

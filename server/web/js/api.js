@@ -1,5 +1,7 @@
 /** Requests to this server: the tab's API key, JSON, and errors in the server's own words. */
 
+import { keep, kept } from "./store.js";
+
 const KEY = "tightwire.key";
 
 /** An event of `window`: the server refused a request without a key, or with a wrong one. */
@@ -17,12 +19,10 @@ export class ApiError extends Error {
 }
 
 /** Keep the key for this tab. The browser forgets it when the tab closes. */
-export function setKey(key) {
-  sessionStorage.setItem(KEY, key);
-}
+export const setKey = (key) => keep(KEY, key);
 
 /** True if this tab has a key. A link to a route that needs one cannot send it. */
-export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+export const hasKey = () => kept(KEY) !== null;
 
 /**
  * The response, whatever its status. ApiError 0: the server did not answer.
@@ -30,7 +30,7 @@ export const hasKey = () => sessionStorage.getItem(KEY) !== null;
  * @param {{body?: object, signal?: AbortSignal}} [options]
  */
 export async function send(path, { body, signal } = {}) {
-  const key = sessionStorage.getItem(KEY);
+  const key = kept(KEY);
   const headers = { ...(key && { authorization: `Bearer ${key}` }), ...(body && { "content-type": "application/json" }) };
   const content = body && JSON.stringify(body);
   try {

@@ -74,7 +74,7 @@ export function Chat({ settings, server }) {
   `;
 }
 
-/** Scroll with the text while the reader is at its end. */
+/** Scroll to a new question, and with the text while the reader is at its end. */
 function useFollowing(log, turns) {
   const follows = useRef(true);
   useEffect(() => {
@@ -83,6 +83,7 @@ function useFollowing(log, turns) {
     current.addEventListener("scroll", onScroll, { passive: true });
     return () => current.removeEventListener("scroll", onScroll);
   }, []);
+  useEffect(() => void (follows.current = true), [turns.length]);
   useEffect(() => {
     if (follows.current) log.current.scrollTop = log.current.scrollHeight;
   }, [turns]);

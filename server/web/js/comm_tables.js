@@ -39,7 +39,8 @@ export function CostTable({ growth, comm }) {
     us(costs.get(key)?.p99_us),
   ]);
   const heads = ["Algorithm", "Collective", "Share of time", "Calls", "Sent", "Saved", "p50", "p99"];
-  return html`<${Table} caption="Communication by algorithm" heads=${heads} rows=${rows} empty="Nothing was exchanged yet." />`;
+  const empty = comm.counters.length ? "Two readings of a running server are needed." : "Nothing was exchanged yet.";
+  return html`<${Table} caption="Communication by algorithm" heads=${heads} rows=${rows} empty=${empty} />`;
 }
 
 /** @param {{comm: object}} props */

@@ -16,7 +16,7 @@ export function Compare({ settings, server }) {
   const policies = policiesOf(server.comm);
   const [chosen, setChosen] = useState([null, null]);
   const [prompt, setPrompt] = useState("");
-  const [answers, setAnswers] = useState(null);
+  const [ran, setRan] = useState({ names: [], answers: null }); // the policies that answered, and their answers
   const [newest, setNewest] = useState(0); // the side that answers or answered last
   const [isRunning, setRunning] = useState(false);
   const control = useRef(null);
@@ -28,17 +28,18 @@ export function Compare({ settings, server }) {
   if (policies.length < 2) return html`<${OnePolicy} comm=${server.comm} />`;
 
   const names = [0, 1].map((side) => (policies.includes(chosen[side]) ? chosen[side] : policies[side]));
+  const answers = names.every((name, side) => name === ran.names[side]) ? ran.answers : null; // no other policy's name stands above them
   const run = async (text) => {
     control.current = new AbortController();
     const { signal } = control.current;
     setPrompt(text);
     setRunning(true);
-    setAnswers(names.map((name) => newAnswer(name)));
+    setRan({ names, answers: names.map((name) => newAnswer(name)) });
     const body = bodyOf(text, settings, server);
     const order = numRuns.current++ % 2 ? [1, 0] : [0, 1]; // neither is always the first
     for (const side of order) {
       setNewest(side);
-      const onUpdate = (answer) => setAnswers((now) => now.map((other, place) => (place === side ? answer : other)));
+      const onUpdate = (answer) => setRan(({ answers }) => ({ names, answers: answers.map((other, place) => (place === side ? answer : other)) }));
       const options = { policy: names[side] === policies[0] ? "" : names[side], signal, onUpdate };
       // Neither may continue from the other's cached prompt.
       await runAnswer({ ...body, cache_salt: crypto.randomUUID?.() ?? `${Math.random()}` }, options);

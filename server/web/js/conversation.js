@@ -1,6 +1,7 @@
 /** The turns of a conversation, as immutable lists; kept in this tab until it closes. */
 
 import { newAnswer } from "./answer.js";
+import { keep, kept } from "./store.js";
 
 const STORE = "tightwire.conversation";
 
@@ -53,17 +54,11 @@ export function toMessages(turns, system) {
 export function loadTurns() {
   const ended = (answer) => (["waiting", "streaming"].includes(answer.state) ? { ...answer, state: "stopped" } : answer);
   try {
-    const turns = JSON.parse(sessionStorage.getItem(STORE)) ?? [];
+    const turns = JSON.parse(kept(STORE)) ?? [];
     return turns.map((turn) => (turn.role === "user" ? turn : { ...turn, versions: turn.versions.map(ended) }));
   } catch {
     return [];
   }
 }
 
-export function saveTurns(turns) {
-  try {
-    sessionStorage.setItem(STORE, JSON.stringify(turns));
-  } catch {
-    sessionStorage.removeItem(STORE); // longer than the browser keeps
-  }
-}
+export const saveTurns = (turns) => keep(STORE, JSON.stringify(turns));

@@ -85,7 +85,7 @@ async function commOf(signal, model) {
 function Notice({ health }) {
   if (!health || health.status === "ready") return null;
   const gone = health.status === "gone";
-  return html`<p class="notice" role="alert">${gone ? "The server does not answer. The page goes on asking, and keeps what it has." : `The server takes no requests (${health.status}): ${health.reason}`}</p>`;
+  return html`<p class="notice" role="alert">${gone ? "The server does not answer. The page goes on asking, and keeps what it has." : `The server takes no requests (${health.status})${health.reason && `: ${health.reason}`}`}</p>`;
 }
 
 function Tiles({ history }) {

@@ -3,11 +3,11 @@
 import { html } from "../vendor/htm-preact.js";
 import { Copy } from "./copy.js";
 
-const FENCE = /^\s*(?:```|~~~)\s*(\S*)/;
-const HEADING = /^(#{1,4})\s+(.*)/;
-const ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+(.*)/;
-const QUOTE = /^>\s?(.*)/;
-const INLINE = /(`+)(.+?)\1|\*\*(.+?)\*\*|\*(?!\s)([^*\n]+?)\*|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/g;
+const FENCE = /^(\s*)(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/; // with a later backtick it is code in a line of text
+const HEADING = /^(#{1,4})\s+(.*)/s; // s: a line may hold a carriage return or a Unicode line separator
+const ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+(.*)/s;
+const QUOTE = /^>\s?(.*)/s;
+const INLINE = /(`+)(.+?)\1|\*\*(.+?)\*\*|\*(?!\s)([^*\n]+?)\*|\[([^\]\n]+)\]\((https?:\/\/(?:[^\s()]|\([^\s()]*\))+)\)/g;
 
 /** @param {string} text */
 export function markdown(text) {
@@ -46,9 +46,10 @@ function endOf(lines, at, belongs) {
 }
 
 function codeAt(lines, at) {
-  const language = FENCE.exec(lines[at])[1];
-  const end = endOf(lines, at, (line) => !FENCE.test(line)); // a streamed text may not have the last fence yet
-  const code = lines.slice(at + 1, end).join("\n");
+  const [, indent, fence, language] = FENCE.exec(lines[at]);
+  const closes = (line) => line.startsWith(fence) && !line.replaceAll(fence[0], "");
+  const end = endOf(lines, at, (line) => !closes(line.trim())); // a streamed text may not have the last fence yet
+  const code = lines.slice(at + 1, end).map((line) => line.replace(new RegExp(`^\\s{0,${indent.length}}`), "")).join("\n");
   const name = language || "code";
   const block = html`<div class="code">
     <div class="head"><span>${name}</span><${Copy} text=${code} /></div>
@@ -58,7 +59,7 @@ function codeAt(lines, at) {
 }
 
 function listAt(lines, at) {
-  const end = endOf(lines, at, (line) => ITEM.test(line) || /^\s{2,}\S/.test(line));
+  const end = endOf(lines, at, (line) => ITEM.test(line) || (/^\s{2,}\S/.test(line) && !FENCE.test(line)));
   const items = [];
   for (const line of lines.slice(at, end)) {
     const item = ITEM.exec(line);

@@ -17,7 +17,7 @@ export function Question({ text, busy, onEdit }) {
       setEdited(false);
       onEdit(changed);
     };
-    return html`<${Editor} text=${text} onSend=${onSend} onCancel=${() => setEdited(false)} />`;
+    return html`<${Editor} text=${text} busy=${busy} onSend=${onSend} onCancel=${() => setEdited(false)} />`;
   }
   return html`
     <article class="turn question" aria-label="You">
@@ -27,7 +27,7 @@ export function Question({ text, busy, onEdit }) {
   `;
 }
 
-function Editor({ text, onSend, onCancel }) {
+function Editor({ text, busy, onSend, onCancel }) {
   const [draft, setDraft] = useState(text);
   const field = useRef(null);
   useEffect(() => {
@@ -36,7 +36,7 @@ function Editor({ text, onSend, onCancel }) {
   }, []);
   const submit = (event) => {
     event.preventDefault();
-    if (draft.trim()) onSend(draft.trim());
+    if (!busy && draft.trim()) onSend(draft.trim());
   };
   const onKeyDown = (event) => {
     if (event.key === "Escape") onCancel();
@@ -49,7 +49,7 @@ function Editor({ text, onSend, onCancel }) {
       <div class="actions">
         <span class="note">What follows is asked again.</span>
         <button type="button" onClick=${onCancel}>Cancel</button>
-        <button type="submit" class="primary" disabled=${!draft.trim()}>Send</button>
+        <button type="submit" class="primary" disabled=${busy || !draft.trim()}>Send</button>
       </div>
     </form>
   `;

@@ -3,6 +3,7 @@
 import { html } from "../vendor/htm-preact.js";
 import { hasKey } from "./api.js";
 import { policiesOf } from "./server.js";
+import { keep, kept } from "./store.js";
 
 /** The most tokens of two compared answers, unless the settings say another number. */
 export const comparedTokens = ({ contextTokens }) => Math.min(256, Math.floor(contextTokens / 4));
@@ -25,15 +26,13 @@ const INITIAL = { system: "", model: "", policy: "", sampling: { temperature: "0
 
 export function loadSettings() {
   try {
-    return { ...INITIAL, ...JSON.parse(sessionStorage.getItem(STORE)) };
+    return { ...INITIAL, ...JSON.parse(kept(STORE)) };
   } catch {
     return INITIAL;
   }
 }
 
-export function saveSettings(settings) {
-  sessionStorage.setItem(STORE, JSON.stringify(settings));
-}
+export const saveSettings = (settings) => keep(STORE, JSON.stringify(settings));
 
 /** The sampling fields of a request; the server checks their ranges. */
 export function samplingOf(settings) {

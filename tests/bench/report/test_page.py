@@ -36,10 +36,11 @@ def test_commands_stand_in_boxes() -> None:
     text = Text(
         title="Recommended", lines=["lossless: tightwire serve --tp 2", "  why not", "one tightwire server is up"]
     )
-    page = render("swim", "t", "l", [text], alarms=[], facts={"command": ["tightwire", "bench", "swim"]})
+    command = ["tightwire", "bench", "swim", "--label", "in $HOME"]
+    page = render("swim", "t", "l", [text], alarms=[], facts={"command": command})
 
     assert "<p>lossless</p>\n<pre><code>tightwire serve --tp 2</code></pre>" in page
-    assert "<pre><code>tightwire bench swim</code></pre>" in page
+    assert "<pre><code>tightwire bench swim --label &#39;in $HOME&#39;</code></pre>" in page
     assert split_command("one tightwire server is up") == ("one tightwire server is up", "")
 
 

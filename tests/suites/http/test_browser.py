@@ -28,6 +28,18 @@ _TIMEOUT_MS = 60_000  # a busy machine
 _LONG = "The wire is tight. It has one strand and then another. " * 4  # within the model's context
 _CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
 
+# Markdown as the page draws it: its HTML, its text, and the contents of its code blocks.
+_DRAW = """async (texts) => {
+    const { markdown } = await import("/web/js/markdown.js");
+    const { html, render } = await import("/web/vendor/htm-preact.js");
+    return texts.map((text) => {
+        const place = document.createElement("div");
+        render(html`<div>${markdown(text)}</div>`, place);
+        const code = [...place.querySelectorAll("pre code")].map((block) => block.textContent);
+        return { html: place.innerHTML, text: place.textContent, code };
+    });
+}"""
+
 
 def _choice(algorithm: str) -> CommChoice:
     return CommChoice("o_proj", "prefill", None, algorithm, f"{algorithm} was measured")
@@ -99,7 +111,7 @@ def visit(browser: Any, engine: FakeEngine) -> Open:
 
     @contextmanager
     def open_page(
-        path: str = "/", key: str | None = None, allowed: Sequence[str] = (), **options: Any
+        path: str = "/", key: str | None = None, allowed: Sequence[str] = (), script: str = "", **options: Any
     ) -> Iterator[Visit]:
         setup = engine.comm_setup
         assert setup is not None
@@ -109,6 +121,7 @@ def visit(browser: Any, engine: FakeEngine) -> Open:
         with serve(app) as url:
             context = browser.new_context(viewport=options.pop("viewport", _DESK), **options)
             context.set_default_timeout(_TIMEOUT_MS)
+            context.add_init_script(script)
             visit = Visit(context.new_page(), url)
             visit.watch()
             visit.page.goto(url + path)
@@ -135,8 +148,8 @@ def test_a_conversation_by_keyboard(visit: Open, engine: FakeEngine) -> None:
         v.see('.status[data-status="ready"]')
         v.page.keyboard.type("The capital?")  # the field has the focus from the start
         v.press("Enter")
-        v.see(".reply .actions", "Regenerate")  # the answer is complete; its speed is shown while it streams, too
-        v.see(".reply .facts", "tokens/s")
+        v.see(".reply .actions", "Regenerate")  # complete; no speed: tokens may arrive at the same moment
+        v.see(".reply .facts", "tokens after")
         assert v.page.inner_text(".reply .text") == "It is Paris, <b>not</b> Rome."
         assert v.page.inner_text(".reply .text strong") == "Paris"
         assert "End of the answer." in v.page.text_content('[aria-live="polite"][role="log"]')
@@ -155,7 +168,7 @@ def test_a_conversation_by_keyboard(visit: Open, engine: FakeEngine) -> None:
         v.page.keyboard.type(" And of Italy?")
         v.press("Enter")
         v.see(".question .text", "The capital? And of Italy?")
-        v.see(".reply .facts", "tokens/s")
+        v.see(".reply .actions", "Regenerate")
         v.page.reload()
         v.see(".reply .text", "Paris")
     assert len(engine.submitted) == 3
@@ -195,6 +208,20 @@ def test_escape_stops_an_answer_and_its_text_stays(visit: Open, engine: FakeEngi
     assert len(engine.cancelled) == 2
 
 
+def test_a_question_is_shown_to_a_reader_who_has_scrolled_up(visit: Open, engine: FakeEngine) -> None:
+    engine.script = says("One.\n\n" * 12)
+    with visit(viewport={"width": 1280, "height": 400}) as v:
+        v.say("First?")
+        v.see(".reply button", "Regenerate")
+        v.page.evaluate("document.querySelector('.log').scrollTop = 0")
+        v.page.wait_for_timeout(100)  # the browser tells of scrolling with the next frame
+        engine.script = says("Two.")
+        v.say("Second?")
+        v.see(".reply >> nth=1 >> button", "Regenerate")
+        end = "(({ scrollTop, scrollHeight, clientHeight }) => scrollHeight - scrollTop - clientHeight)"
+        assert v.page.evaluate(f"{end}(document.querySelector('.log'))") < 20
+
+
 def test_an_answer_that_streams_is_kept_when_its_view_or_page_is_left(visit: Open, engine: FakeEngine) -> None:
     engine.script, engine.token_s = says(_LONG), 0.05
     with visit() as v:
@@ -213,6 +240,26 @@ def test_an_answer_that_streams_is_kept_when_its_view_or_page_is_left(visit: Ope
         v.see(".versions", "2 of 2")
         v.see(".reply .text", "The wire")
         v.see(".reply .facts", "stopped")
+
+
+def test_one_answer_runs_at_a_time(visit: Open, engine: FakeEngine) -> None:
+    """Also when a question is edited while the answer to another one streams."""
+    engine.script = says("Yes.")
+    with visit() as v:
+        v.say("First?")
+        v.see(".reply button", "Regenerate")
+        v.see(".question button", "Edit").click()
+        engine.script, engine.token_s = says(_LONG), 0.05
+        v.say("Second?")
+        v.see(".reply[aria-busy=true] .text", "The wire")
+        v.page.focus("#edit")
+        v.press("Enter")
+        assert v.page.is_disabled(".editing button[type=submit]")
+        v.see(".composer button", "Stop").click()
+        v.see(".reply .facts", "stopped")
+        v.page.click(".editing >> text=Send")
+        v.see(".reply[aria-busy=true] .text", "The wire")
+    assert len(engine.submitted) == 3
 
 
 def test_settings_are_sent_and_a_conversation_is_exported(visit: Open, engine: FakeEngine) -> None:
@@ -256,6 +303,22 @@ def test_two_policies_answer_the_same_prompt(visit: Open, engine: FakeEngine) ->
     assert first.prompt_token_ids == second.prompt_token_ids and first.params.seed == second.params.seed
     assert len({request.cache_salt for request in engine.submitted}) == 4
     assert {request.params.max_tokens for request in engine.submitted} == {64}
+
+
+def test_answers_are_shown_under_the_policies_that_gave_them(visit: Open, engine: FakeEngine) -> None:
+    engine.script = says("The same.")
+    engine.comm_setup = msgspec.structs.replace(
+        _SETUP, extra={name: [_choice(name)] for name in ("flash-int8", "ring")}
+    )
+    with visit("/#compare") as v:
+        v.say("Count.")
+        v.see(".comparison td", "the same")
+        v.page.select_option("#policy-1", "ring")
+        v.see(".note", "Both answer the same prompt")
+        assert v.page.locator(".comparison, .sides .text").count() == 0
+        v.page.select_option("#policy-1", "flash-int8")
+        v.see(".comparison th", "flash-int8")
+        v.see(".sides .text", "The same.")
 
 
 def test_a_prompt_in_stages_is_compared_with_one_in_tensors(visit: Open, engine: FakeEngine) -> None:
@@ -326,6 +389,36 @@ def test_the_dashboard_forgets_the_model_of_a_server_that_ended(visit: Open, eng
         v.see(".bar .model", "tiny")
 
 
+def test_the_dashboard_says_nothing_false_without_readings(visit: Open, engine: FakeEngine) -> None:
+    with visit("/dashboard", allowed=["status of 503", "ERR_FAILED"]) as v:
+        v.see(".card td", "two-shot was measured")
+        engine.state = EngineState(phase=Phase.DRAINING)
+        v.see(".notice")
+        assert v.page.inner_text(".notice") == "The server takes no requests (draining)"
+        v.see(".card td", "all reduce, decode")
+        v.page.route("**/*", lambda route: route.abort())
+        v.see(".notice", "does not answer")
+        v.see(".card .note", "Two readings of a running server are needed.")
+
+
+@pytest.mark.parametrize("broken", ["window, 'sessionStorage', { get", "Storage.prototype, 'setItem', { value"])
+def test_pages_work_where_the_browser_keeps_nothing(visit: Open, broken: str) -> None:
+    """It blocks cookies, or the texts are longer than it keeps."""
+    script = f"Object.defineProperty({broken}() {{ throw new DOMException('no', 'SecurityError'); }} }});"
+    with visit(key="secret", allowed=["401"], script=script) as v:
+        v.see("dialog.key")
+        v.page.keyboard.type("secret")
+        v.press("Enter")
+        v.see(".bar .model", "tiny")
+        v.page.fill("#system", "Be brief.")
+        v.say("Hi")
+        v.see(".reply .facts", "tokens after")
+        v.page.click("text=Compare")
+        v.see(".views [aria-pressed=true]", "Compare")
+        v.page.click(".views >> text=Chat")
+        v.see(".question .text", "Hi")
+
+
 def test_a_code_block_can_be_copied(visit: Open, engine: FakeEngine) -> None:
     engine.script = says("So:\n```python\nfor i in x:\n    print(i)\n```\nDone.")
     with visit(permissions=["clipboard-read", "clipboard-write"]) as v:
@@ -334,6 +427,28 @@ def test_a_code_block_can_be_copied(visit: Open, engine: FakeEngine) -> None:
         v.see(".code button", "Copy").click()
         v.see(".code button", "Copied")
         assert v.page.evaluate("navigator.clipboard.readText()") == "for i in x:\n    print(i)"
+
+
+def test_code_blocks_end_where_markdown_ends_them(visit: Open, engine: FakeEngine) -> None:
+    code = {
+        "1. Run:\n   ```py\n   a*b*c\n\n     d\n   ```\n2. Done": ["a*b*c\n\n  d"],
+        "````md\n```js\nx\n```\n````\nafter": ["```js\nx\n```"],
+        "~~~\n```\n~~~\nafter": ["```"],
+        "```\na\n```py\nb": ["a\n```py\nb"],
+        "```x = 1``` is a line": [],
+    }
+    with visit() as v:
+        drawn = v.page.evaluate(_DRAW, list(code))
+    assert [block["code"] for block in drawn] == list(code.values())
+    assert [block["text"] for block in drawn][-1] == "x = 1 is a line"
+    assert '<ol start="2"><li>Done' in drawn[0]["html"]
+
+
+def test_no_text_of_an_answer_is_lost(visit: Open) -> None:
+    with visit() as v:
+        drawn = v.page.evaluate(_DRAW, ["# A\rtitle", "> a\u2028quote", "- an\u2028item", "[a](https://b.c/d_(e)/f) g"])
+    assert [block["text"].split() for block in drawn] == [["A", "title"], ["a", "quote"], ["an", "item"], ["a", "g"]]
+    assert 'href="https://b.c/d_(e)/f"' in drawn[-1]["html"]
 
 
 def test_a_server_with_one_policy_says_how_to_start_it_with_two(visit: Open, engine: FakeEngine) -> None:
