@@ -12,7 +12,7 @@ from tightwire.comm.all_reduce.names import (
 )
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.policy.tune_file import PEER_BLOCKS
-from tightwire.option import option
+from tightwire.option import MAX_SECONDS, option
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _DEFAULT_SIZES = tuple(8192 * 4**power for power in range(6))  # 8 KiB to 8 MiB
@@ -69,7 +69,7 @@ class CommOptions(OutputOptions):
         5.0, "time for the calls at a size; slow calls are repeated less often, but at least three times", above=0
     )
     seed: int = option(0, "seed of the numbers and of the order of calls")
-    timeout_s: float = option(60.0, "longest wait in a collective", flag="--timeout", above=0)
+    timeout_s: float = option(60.0, "seconds to wait in a collective", flag="--timeout", above=0, most=MAX_SECONDS)
 
     def __post_init__(self) -> None:
         for name in self.algorithms:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from tightwire.bench.options import OutputOptions
 from tightwire.bench.serve.load import Load
 from tightwire.bench.serve.workload import Workload
-from tightwire.option import option
+from tightwire.option import MAX_SECONDS, option
 
 _INPUT_LENS = {"random": 512, "shared-prefix": 128}
 
@@ -71,7 +71,7 @@ class ServeOptions(OutputOptions):
         "fresh one, printed and recorded)",
         default_factory=lambda: secrets.randbelow(1 << 31),
     )
-    timeout_s: float = option(600.0, "longest time of one request", metavar="S", flag="--timeout", above=0)
+    timeout_s: float = option(600.0, "seconds that a request may take", flag="--timeout", above=0, most=MAX_SECONDS)
 
     def __post_init__(self) -> None:
         if self.concurrency and self.request_rate:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from tightwire.bench.options import OutputOptions
 from tightwire.comm.all_reduce.names import split_name
 from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS, WeightPlan
-from tightwire.option import option
+from tightwire.option import MAX_SECONDS, option
 from tightwire.sizes import parse_bytes
 
 ROUNDS = 3  # in which all passes of an arm take turns
@@ -87,7 +87,7 @@ class StreamOptions(OutputOptions):
     repeats: int = option(6, "timed passes of each kind", least=ROUNDS)
     seed: int = option(0, "seed of random weights, tokens and turns")
     # The first run on a machine compiles kernels.
-    timeout_s: float = option(120.0, "longest wait for a rank or a layer", metavar="S", flag="--timeout", above=0)
+    timeout_s: float = option(120.0, "seconds to wait for a rank or layer", flag="--timeout", above=0, most=MAX_SECONDS)
 
     def __post_init__(self) -> None:
         for flag, given, known in (("--sources", self.sources, _ORIGINS), ("--codecs", self.codecs, WEIGHT_CODECS)):

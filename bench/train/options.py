@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from tightwire.bench.options import OutputOptions
 from tightwire.comm.link.link import parse_link
-from tightwire.option import option
+from tightwire.option import MAX_SECONDS, option
 
 _ADAMW = {"name": "adamw", "lr": 1e-3}
 _SGD = {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0}
@@ -105,7 +105,7 @@ class TrainOptions(OutputOptions):
     steps: int = option(1, "steps of an arm in each round", least=1)
     repeats: int = option(3, "rounds, in each of which all arms take turns", least=1)
     seed: int = option(0, "of weights, tokens and the order of arms")
-    timeout_s: float = option(120.0, "longest wait for a rank", metavar="S", flag="--timeout", above=0)
+    timeout_s: float = option(120.0, "seconds to wait for a rank", flag="--timeout", above=0, most=MAX_SECONDS)
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.arms if name not in ARMS]:

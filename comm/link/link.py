@@ -69,7 +69,7 @@ def _quantity(text: str, units: dict[str, float]) -> float | None:
     return float(match[1]) * units[match[2]] if match and match[2] in units else None
 
 
-_PIECE_BYTES = 1 << 20
+_PIECE_WAKES = 64  # of a sent piece: 1 MiB, and on a slow link less than a second's data, as a piece has a deadline
 _WAKE_BYTES, _WAKE_S = 16 << 10, 10e-3  # the least data that wakes a receiver: waking uses cores that packets need
 _WARM_UP_S = 0.3  # for the congestion window to open and the token bucket's initial credit to be used up
 _DEADLINE_S = 30.0  # limit of a single send or receive
@@ -99,12 +99,11 @@ def line_rate(
             wake_bytes = _WAKE_BYTES if expected is None else max(1, min(_WAKE_BYTES, int(expected * _WAKE_S)))
             for end in (caller, accepted):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
-            return min(_both_ways(caller, accepted, time.monotonic(), seconds))
+            return min(_both_ways(caller, accepted, time.monotonic(), seconds, bytes(_PIECE_WAKES * wake_bytes)))
 
 
-def _both_ways(one: socket.socket, other: socket.socket, start: float, seconds: float) -> list[float]:
+def _both_ways(one: socket.socket, other: socket.socket, start: float, seconds: float, piece: bytes) -> list[float]:
     def send(end: socket.socket) -> None:
-        piece = bytes(_PIECE_BYTES)
         while time.monotonic() < start + _WARM_UP_S + seconds:
             end.sendall(piece)
         end.shutdown(socket.SHUT_WR)
@@ -119,7 +118,7 @@ def _both_ways(one: socket.socket, other: socket.socket, start: float, seconds: 
 
 def _arrivals(end: socket.socket, start: float) -> float:
     """Bytes per second between the first arrival after ``start`` and the last."""
-    piece = bytearray(_PIECE_BYTES)
+    piece = bytearray(_PIECE_WAKES * _WAKE_BYTES)
     count, first, last = 0, None, start
     while num_bytes := end.recv_into(piece):
         last = time.monotonic()

@@ -25,6 +25,16 @@ def test_the_tables_name_the_options_and_the_bench_of_each_verb(verb: str) -> No
     assert get_args(load(bench).__orig_bases__[0]) == (load(options),)
 
 
+@pytest.mark.parametrize("verb", ["comm", "stream", "train", "serve", "lab peers", "lab roofline"])
+def test_a_deadline_that_no_clock_has_is_refused(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flag = "--start-timeout" if "lab" in verb else "--timeout"
+    with pytest.raises(SystemExit) as caught:
+        load((VERBS | LAB)[verb.removeprefix("lab ")][0]).from_argv([flag, "1e30"], verb=verb)
+
+    assert caught.value.code == 2
+    assert f"argument {flag}: must be at most 1e+06, got 1e+30" in capsys.readouterr().err
+
+
 def test_an_unknown_bench_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["swim"]) == 2
     assert "unknown bench 'swim'; known are comm, compare, kernels" in capsys.readouterr().err

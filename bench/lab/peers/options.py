@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from tightwire.bench.lab.peers.arms import ARMS, DEFAULT_ARMS
 from tightwire.bench.options import OutputOptions
-from tightwire.option import option
+from tightwire.option import MAX_SECONDS, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class PeersOptions(OutputOptions):
     output_len: int = option(32, "tokens to generate")
     seed: int = option(1, "seed of prompts and of the order of servers")
     time_limit: float = option(math.inf, "start no round that would end later", metavar="S", above=0)
-    start_timeout: float = option(900.0, "longest start of a server", metavar="S")
+    start_timeout: float = option(900.0, "longest start of a server", metavar="S", above=0, most=MAX_SECONDS)
     wait_for_quiet: float = option(0.0, "longest wait for other programs to finish", metavar="S")
     nnodes: int = option(
         1,
@@ -65,4 +65,4 @@ class RooflineOptions(OutputOptions):
     rate_size: int | None = option(None, "rows of the products that give a rate (default: 8192, CPU 2048)", least=1)
     server: bool = option(True, "start a server and measure it too")
     peer: bool = option(True, "measure transformers too")
-    start_timeout: float = option(240.0, "longest start of the server, and run of transformers", metavar="S", above=0)
+    start_timeout: float = option(240.0, "longest start, or run of transformers, in seconds", above=0, most=MAX_SECONDS)

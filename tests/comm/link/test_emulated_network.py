@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.comm.link import emulated_network
+from tightwire.comm.link import emulated_network, link
 from tightwire.comm.link.emulated_network import EmulatedNetwork, NoEmulatedNetworkError
 from tightwire.comm.link.link import parse_link
 
@@ -33,6 +33,14 @@ def _folders(pid: int) -> list[Path]:
 
 def _interfaces() -> str:
     return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_rate_of_a_very_slow_link_is_measured(network: EmulatedNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_DEADLINE_S", 5.0)  # less than a MiB takes at this rate
+    with EmulatedNetwork(parse_link("256kbit")) as slow:
+        measured = slow.measure(0.3)
+
+    assert measured == pytest.approx(32e3, rel=0.5)
 
 
 def test_no_byte_passes_faster_than_the_rate(network: EmulatedNetwork) -> None:
