@@ -32,7 +32,8 @@ installed := $(VENV)/.installed
 installed_dev := $(VENV)/.installed-dev
 sources := pyproject.toml constraints.txt
 # Workers and servers compile nothing twice: what they import is kept as bytecode, whatever the shell has set.
-pytest := PYTHONDONTWRITEBYTECODE= $(bin)/python -m pytest -q -rs
+python := PYTHONDONTWRITEBYTECODE= $(bin)/python
+pytest := $(python) -m pytest -q -rs
 # Importing every test takes longer than collecting the few files with such tests. In reverse order those of servers, whose
 # tests take longest, come first, and short ones last.
 alone := $(or $(ARGS),$(shell grep -rl 'mark\.alone' tests --include=test_*.py | sort -r))
@@ -138,12 +139,14 @@ $(bin)/pip:
 	       "Name one, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	$(call quietly,creating $(VENV),$(PYTHON) -m venv $(VENV))
 
-pip_install := $(bin)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt $(PIP_FLAGS)
+# pip would compile every module of every package, for a third of the whole time; a server imports one in seven.
+pip_install := $(python) -m pip install --no-compile --disable-pip-version-check --progress-bar off -c constraints.txt $(PIP_FLAGS)
+serving := import tightwire.server.cli.http_process; import tightwire.server.ranks.rank_main
 $(installed): $(sources) | $(bin)/pip
-	$(call quietly,installing $(packages),$(pip_install) -e '.[structured]')
+	$(call quietly,installing $(packages),{ $(pip_install) -e '.[structured]' && $(python) -c '$(serving)'; })
 	@touch $@
 
 # The extra contains the rest, so it satisfies both stamps.
 $(installed_dev): $(sources) | $(bin)/pip
-	$(call quietly,installing $(packages),$(pip_install) -e '.[dev]')
+	$(call quietly,installing $(packages),{ $(pip_install) -e '.[dev]' && $(python) -c '$(serving); import tightwire.training.run.run'; })
 	@touch $(installed) $@

@@ -196,9 +196,7 @@ class QuantizedReader:
         own, stored = self._quantization, self._of(name, ".weight_zero_point")
         if own.symmetric or stored not in self._names:
             return torch.full_like(scale_OG, 1 << own.bits - 1 if own.layout == "packed" else 0)
-        zero = read(stored)
-        if own.layout == "packed":
-            zero = _unpack(zero, own.bits, 0)
+        zero = _unpack(read(stored), own.bits, 0) if own.layout == "packed" else read(stored)
         own_rows = slice(rows.start, rows.stop) if zero.numel() > 1 else slice(None)  # one zero may be that of all rows
         return zero.float().reshape(len(zero), -1)[own_rows].expand_as(scale_OG)
 
