@@ -244,7 +244,7 @@ def test_grammars_adapters_and_n_have_the_text_without_drafts_in_any_batch(
         assert drafter._sequences.pool.num_free == drafter._limits.num_blocks, "blocks of ended sequences are free"
     assert together == wanted
     assert counters.num_draft_tokens > 50
-    assert counters.num_accepted_draft_tokens > 20 or draft == "another"
+    assert counters.num_accepted_draft_tokens > 5 or draft == "another"
     decode = models["itself"].tokenizer().decode
     whole = [decode(tokens) for name, (tokens, reason) in wanted.items() if "json" in name and reason == "stop"]
     assert whole and all(json.loads(text).keys() == _SCHEMA["properties"].keys() for text in whole)
