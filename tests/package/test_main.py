@@ -103,9 +103,10 @@ def test_a_full_disk_is_one_line(buffered: bool) -> None:
     assert (code, errors) == (1, "tightwire: the output cannot be written: No space left on device\n")
 
 
+@pytest.mark.parametrize("verb", ["--help", "explain --tp 2"])
 @pytest.mark.parametrize("buffered", [True, False])
-def test_when_nobody_reads_the_output_the_program_ends_silently(buffered: bool) -> None:
-    code, _, errors = _shell("(sleep 0.5; $TIGHTWIRE --help) | true", buffered)
+def test_when_nobody_reads_the_output_the_program_ends_silently(verb: str, buffered: bool) -> None:
+    code, _, errors = _shell(f"(sleep 0.5; $TIGHTWIRE {verb}) | true", buffered)
     assert (code, errors) == (128 + signal.SIGPIPE, "")
 
 
