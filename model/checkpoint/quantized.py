@@ -156,15 +156,16 @@ class QuantizedReader:
         own = self._quantization
         raw = read(self._of(name, _CODES[own.layout]))
         out, inputs = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
-        if own.layout == "awq":
-            ints, first = slice(rows.start // 8, -(-rows.stop // 8)), rows.start % 8
-            codes_OD = _unpack(raw[inputs, ints], own.bits, 1, _AWQ_ORDER)[:, first : first + len(rows)].t()
-            scale_OG = read(self._of(name, ".scales")).float()[:, out].t()
-            zero_OG = _unpack(read(self._of(name, ".qzeros")), own.bits, 1, _AWQ_ORDER)[:, out].t()
-        elif own.layout == "gptq":
-            codes_OD = _unpack(raw[:, out], own.bits, 0)[inputs].t()
-            scale_OG = read(self._of(name, ".scales")).float()[:, out].t()
-            zero_OG = _unpack(read(self._of(name, ".qzeros")), own.bits, 1)[:, out].t()
+        if own.layout in ("awq", "gptq"):
+            per_int, order = 32 // own.bits, _AWQ_ORDER if own.layout == "awq" else None
+            ints, first = slice(rows.start // per_int, -(-rows.stop // per_int)), rows.start % per_int
+            in_ints = slice(first, first + len(rows))
+            if order:
+                codes_OD = _unpack(raw[inputs, ints], own.bits, 1, order)[:, in_ints].t()
+            else:
+                codes_OD = _unpack(raw[:, out], own.bits, 0)[inputs].t()
+            scale_OG = read(self._of(name, ".scales"))[:, out].float().t()
+            zero_OG = _unpack(read(self._of(name, ".qzeros"))[:, ints], own.bits, 1, order)[:, in_ints].t()
             # 0 is stored as the highest code by the version that stores zero - 1.
             zero_OG = (zero_OG + own.stored_zero_offset) & (1 << own.bits) - 1
         else:

@@ -246,7 +246,7 @@ class Answer:
         return Usage(prompt, completion, prompt + completion, cached)
 
     def _count_tokens(self) -> Tokens:
-        if "refused" in self._trace.record.finish_reasons:
+        if self._trace.record.submitted_s is None or "refused" in self._trace.record.finish_reasons:
             return Tokens()
         usage = self._usage()
         return Tokens(usage.prompt_tokens, usage.completion_tokens)

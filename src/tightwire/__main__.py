@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         return 130  # as shells report it; whoever pressed Ctrl-C knows
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich ends with 1, and has opened /dev/null in its place
+            return 128 + signal.SIGPIPE
+        raise
     except OSError as error:
         if not (broken := [number for number in (1, 2) if _is_broken(number, error)]):
             raise

@@ -20,6 +20,7 @@ _FIRST = ("reward", "held_out_reward", "kl", "loss", "held_out_loss")  # the oth
 _NOT_DRAWN = ("step", "tokens", "samples", "seconds", "mfu", "memory_bytes", "wire_bytes", "exposed_ms")
 _MOST_STEPS = 12  # of which answers are shown: the first ones and the last ones
 _WIDTH, _HEIGHT, _LEFT, _UNDER = 432, 170, 64, 20
+_MOST_CHARACTERS = 9  # left of the lines; more would begin outside of the chart
 _STYLE = """:root{color-scheme:light dark}body{font:15px/1.45 system-ui,sans-serif;max-width:1320px;margin:24px auto;padding:0 16px}
 h1{font-size:22px}h2{font-size:17px}.charts{display:flex;flex-wrap:wrap;gap:16px}figure{margin:0}figcaption{font-weight:600}
 svg{max-width:100%;height:auto}svg text{fill:currentColor;font-size:11px}.grid{stroke:currentColor;opacity:.18}.each{fill:none;stroke:#4a90d9;opacity:.45}
@@ -119,7 +120,8 @@ def _chart(name: str, points: Sequence[tuple[int, float]]) -> str:
 def _marks(*values: float) -> list[str]:
     """The numbers beside the lines of a chart, with as many digits as tell them apart, at most those that fit."""
     texts = [[f"{value:.{digits}g}" for value in values] for digits in range(3, 8)]
-    return next((each for each in texts if len({*each}) == len(each)), texts[-1])
+    fitting = [each for each in texts if max(map(len, each)) <= _MOST_CHARACTERS] or texts[:1]
+    return next((each for each in fitting if len({*each}) == len(each)), fitting[-1])
 
 
 def _answers(samples: Sequence[Mapping[str, Any]]) -> Iterator[str]:

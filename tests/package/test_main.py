@@ -103,9 +103,14 @@ def test_a_full_disk_is_one_line(buffered: bool) -> None:
     assert (code, errors) == (1, "tightwire: the output cannot be written: No space left on device\n")
 
 
+# Rich, which prints tables, ends the program with 1 in its own way.
+_TABLE = "from rich import print; import tightwire.__main__ as own; own._run = print; raise SystemExit(own.main(['a table']))"
+
+
+@pytest.mark.parametrize("program", ["$TIGHTWIRE --help", f'{sys.executable} -c "{_TABLE}"'], ids=["help", "table"])
 @pytest.mark.parametrize("buffered", [True, False])
-def test_when_nobody_reads_the_output_the_program_ends_silently(buffered: bool) -> None:
-    code, _, errors = _shell("(sleep 0.5; $TIGHTWIRE --help) | true", buffered)
+def test_when_nobody_reads_the_output_the_program_ends_silently(program: str, buffered: bool) -> None:
+    code, _, errors = _shell(f"(sleep 0.5; {program}) | true", buffered)
     assert (code, errors) == (128 + signal.SIGPIPE, "")
 
 

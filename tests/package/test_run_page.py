@@ -52,12 +52,14 @@ def test_figures_are_drawn_inside_their_charts_with_reward_and_kl_first(tmp_path
 
 def test_numbers_beside_a_chart_of_a_small_range_differ(tmp_path: Path) -> None:
     lines = [{"step": n, "loss": 2.345 + n / 1000, "tokens_per_s": 15_217.0 + n, "reward": 0.25 * n} for n in range(3)]
+    for n, line in enumerate(lines):
+        line["lr"] = 3e-4 - n * 1e-10
     (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     text = write_page(tmp_path).read_text()  # pyright: ignore[reportOptionalMemberAccess]
 
     marks = re.findall(r"y=[0-9.]+ text-anchor=end>([^<]+)</text>(?=<line|<text x=64)", text)
-    assert marks == ["0.5", "0.25", "0", "2.347", "2.346", "2.345", "15219", "15218", "15217"]
+    assert marks == ["0.5", "0.25", "0", "2.347", "2.346", "2.345", "15219", "15218", "15217", *["0.0003"] * 3]
 
 
 def test_answers_are_escaped_sorted_and_of_the_first_and_last_steps(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import { html } from "../vendor/htm-preact.js";
 import { Copy } from "./copy.js";
 
-const FENCE = /^(\s*)(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/; // with a later backtick it is code in a line of text
+const FENCE = /^(\s*)(~{3,}|`{3,}(?![^`]*`))\s*([^\s`]*)/; // with a later backtick it is code in a line of text
 const HEADING = /^(#{1,4})\s+(.*)/s; // s: a line may hold a carriage return or a Unicode line separator
 const ITEM = /^\s*(?:[-*+]|(\d+)[.)])\s+(.*)/s;
 const QUOTE = /^>\s?(.*)/s;

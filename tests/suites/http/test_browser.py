@@ -435,6 +435,9 @@ def test_code_blocks_end_where_markdown_ends_them(visit: Open, engine: FakeEngin
         "````md\n```js\nx\n```\n````\nafter": ["```js\nx\n```"],
         "~~~\n```\n~~~\nafter": ["```"],
         "```\na\n```py\nb": ["a\n```py\nb"],
+        "~~~ a`b\nc": ["c"],
+        "~" * 20_000 + "`": [""],  # in no time
+        "```" + "x" * 200_000 + "` is a line": [],
         "```x = 1``` is a line": [],
     }
     with visit() as v:

@@ -13,16 +13,20 @@ import pytest
 from helpers.server.fake_engine import INFO, FakeEngine, app_for
 
 from tightwire.server.api.lora import Adapters
+from tightwire.server.config.http import HttpOptions
 from tightwire.server.config.lora import AdapterOptions
 from tightwire.server.plan.rank_setup import ServedAdapter
 
 
-def _client(engine: FakeEngine, folder: Path | None, loaded: tuple[str, ...] = ()) -> httpx.AsyncClient:
+def _client(
+    engine: FakeEngine, folder: Path | None, loaded: tuple[str, ...] = (), key: str | None = None
+) -> httpx.AsyncClient:
     adapters = [ServedAdapter(id=i, name=name, folder=f"/{name}", digest=name) for i, name in enumerate(loaded, 1)]
     info = replace(INFO, adapters=Adapters(adapters))
     options = AdapterOptions(lora_dir=str(folder) if folder else None)
+    app = app_for(engine, info=info, adapters=options, http=HttpOptions(api_key=key))
     return httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=app_for(engine, info=info, adapters=options)), base_url="http://test"
+        transport=httpx.ASGITransport(app=app), base_url="http://test", headers={"x-api-key": key or ""}
     )
 
 
@@ -125,11 +129,17 @@ class _Stepwise(ThreadPoolExecutor):
 
 @pytest.mark.parametrize("num_done", [0, 1, 2])
 async def test_a_request_that_threads_prepare_follows_a_change_of_its_adapter(num_done: int, lora_dir: Path) -> None:
-    """A long one: read, made a chat or a completion, tokenized. An old version or the base model never answers it."""
+    """A long one: read, made a chat or a completion, tokenized. An old version or the base model never answers it.
+
+    A key pays for no request that never reached the engine.
+    """
     engine, threads = FakeEngine(), _Stepwise()
     asyncio.get_running_loop().set_default_executor(threads)
     body = {"prompt": "Hi", "model": "x", "user": "u" * 5000}
-    async with _client(engine, lora_dir) as client:
+    async with _client(engine, lora_dir, key="k") as client:
+
+        async def paid() -> list[str]:
+            return [line for line in (await client.get("/metrics")).text.splitlines() if "_key_tokens_total{" in line]
 
         async def change(verb: str, **body: object) -> None:
             answer = await client.post(f"/v1/{verb}_lora_adapter", json={"lora_name": "x", **body})
@@ -151,6 +161,7 @@ async def test_a_request_that_threads_prepare_follows_a_change_of_its_adapter(nu
         assert (answer.status_code, answer.json()["model"], engine.submitted[-1].adapter) == (200, "x", 2)
         now = (await client.post("/v1/completions", json={"prompt": "Hi", "model": "x"})).json()
         assert answer.json()["system_fingerprint"] == now["system_fingerprint"]
-        num_submitted = len(engine.submitted)
+        num_submitted, paid_before = len(engine.submitted), await paid()
         gone = await ask_during("unload")
         assert gone.status_code == 404 and len(engine.submitted) == num_submitted, gone.text
+        assert await paid() == paid_before != []
