@@ -1,6 +1,7 @@
 """Runs a bench: measures, keeps files after each round, ends with one line of JSON for scripts, returns the exit code."""
 
 import json
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,14 +161,14 @@ class Bench(ABC, Generic[_Options]):
                 status = status or 1
         paths = [] if self._files is None else self._files.paths
         if self.options.json or not sys.stdout.isatty():
-            sys.stdout.write(json.dumps({**without_raw(result), "files": paths}) + "\n")
+            sys.stdout.write(json.dumps({**plain(result, RAW_KEYS), "files": paths}) + "\n")
             sys.stdout.flush()
         elif paths:
             self.print(f"written: {', '.join(paths)}")
         return status
 
     def _write(self, files: ResultFiles, result: Mapping[str, Any]) -> None:
-        files.write("json", json.dumps(result) + "\n")
+        files.write("json", json.dumps(plain(result)) + "\n")
         if (table := self.csv(result)) is not None:
             files.write("csv", table.csv())
 
@@ -179,8 +180,10 @@ class Bench(ABC, Generic[_Options]):
         return render(self.verb, *self.title(result), items, alarms=alarms, facts=facts)
 
 
-def without_raw(value: Any) -> Any:
-    """Plain data without the entries named in ``RAW_KEYS``, at any depth."""
+def plain(value: Any, left_out: Sequence[str] = ()) -> Any:
+    """Plain data without the entries that ``left_out`` names, at any depth; None for infinity and NaN, which JSON does not have."""
     if isinstance(value, Mapping):
-        return {key: without_raw(inner) for key, inner in value.items() if key not in RAW_KEYS}
-    return [without_raw(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {key: plain(inner, left_out) for key, inner in value.items() if key not in left_out}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner, left_out) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

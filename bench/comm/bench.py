@@ -99,13 +99,12 @@ class CommBench(Bench[CommOptions]):
             plan = replace(plan, threads=workers)
         with open_ranks(options.rank_options(link, workers)) as (ranks, facts):
             self.facts["transport"] = facts["transport"]
-            rate = None
-            if (link_facts := facts["link"]) is not None:
+            if link_facts := facts["link"]:
                 self.facts["links"][link_facts["name"]] = link_facts["how"]
                 self.facts["link_facts"].append(link_facts)
-                rate = link_facts["measured_bytes_per_s"] or link_facts["bytes_per_s"]
+                link = link and replace(link, bytes_per_s=link_facts["measured_bytes_per_s"] or link.bytes_per_s)
             self.print(_describe_setting(self.facts, link_facts), f"{_TIMES}\n")
-            cells = Cells(options.ranks, link=link and link.name, link_bytes_per_s=rate, workers=workers)
+            cells = Cells(options.ranks, link=link, workers=workers)
             self._by_link.append(cells)
             with self.progress:
                 task = self.progress.add_task("message sizes", total=len(self._plan.sizes))
@@ -119,7 +118,7 @@ class CommBench(Bench[CommOptions]):
                 self.print_table(Table(columns=PREDICTION_COLUMNS, rows=cells.rows))
 
 
-_PREDICTED = "Predicted: bytes that a rank sends over the link's rate, plus the algorithm's computing without a link."
+_PREDICTED = "Predicted: bytes that a rank sends over the link's rate, the latency of each round, and the computing without a link."
 _TIMES = "Times are the slowest rank's, from a barrier on. Wire bytes are those of the rank that sends most."
 
 

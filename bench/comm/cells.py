@@ -8,6 +8,7 @@ from typing import Any
 from tightwire.bench.comm.measure import Outcome
 from tightwire.bench.report.statistics import describe, neighbour_batch
 from tightwire.bench.report.table import Column, Row, Table
+from tightwire.comm.link.link import Link
 from tightwire.sizes import format_bytes
 
 _BASELINE = "native"
@@ -43,16 +44,8 @@ def size_table(rows: Sequence[Row]) -> Table:
 class Cells:
     """``rows``: the cells of one group of ranks, in the order in which they were measured, over ``link`` and with ``workers``, if given."""
 
-    def __init__(
-        self,
-        world_size: int,
-        *,
-        link: str | None = None,
-        link_bytes_per_s: float | None = None,
-        workers: int | None = None,
-    ) -> None:
-        self._world_size, self._workers = world_size, workers
-        self._link, self._link_bytes_per_s = link, link_bytes_per_s
+    def __init__(self, world_size: int, *, link: Link | None = None, workers: int | None = None) -> None:
+        self._world_size, self._link, self._workers = world_size, link, workers
         self._waiting: dict[int, dict[int, list[Outcome]]] = {}  # by size and rank
         self.rows: list[dict[str, Any]] = []
 
@@ -95,14 +88,15 @@ class Cells:
         }
         if self._workers is not None:
             row |= {"name": f"{row['name']}, {self._workers} workers", "workers": self._workers}
-        if self._link is None:
+        if (link := self._link) is None:
             return row
-        rate = self._link_bytes_per_s
-        predicted_s = wire_bytes / rate + computing_s if rate and computing_s else None
+        moving_s = wire_bytes / (link.bytes_per_s or math.inf) + first.rounds * link.latency_s
+        predicted_s = moving_s + computing_s if computing_s else None
         return row | {
-            "name": f"{row['name']}, {self._link}",
-            "link": self._link,
-            "link_bytes_per_s": rate,
+            "name": f"{row['name']}, {link.name}",
+            "link": link.name,
+            "link_bytes_per_s": link.bytes_per_s,
+            "rounds": first.rounds or None,
             "predicted_s": predicted_s,
             "over_predicted": seconds / predicted_s if predicted_s else None,
         }
@@ -125,6 +119,5 @@ def find_faults(cell: Sequence[Outcome]) -> list[str]:
         found.append(f"a later call gave other bits, on ranks {changed_on}")
     for rank, outcome in enumerate(cell):
         if outcome.wire_bytes != outcome.formula_bytes:
-            sent = f"rank {rank} sent {outcome.wire_bytes} bytes"
-            found.append(f"{sent}, but its formula gives {outcome.formula_bytes}")
+            found.append(f"rank {rank} sent {outcome.wire_bytes} bytes, but its formula gives {outcome.formula_bytes}")
     return found

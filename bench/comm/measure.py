@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tightwire.comm.all_reduce.make import make_all_reduce
+from tightwire.comm.all_reduce.entry import Setting
+from tightwire.comm.all_reduce.make import make_all_reduce, parse_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import SizedAllReduce
 from tightwire.comm.protocols import AllReduce
@@ -58,6 +59,7 @@ class Outcome:
     seconds: list[float] = field(default_factory=list)
     changed: bool = False  # a later call gave other bits
     computing: list[float] = field(default_factory=list)  # seconds of each call without a wire
+    rounds: int = 0  # of messages, each of which takes the link's latency; 0 if ``computing`` was not timed
 
 
 def measure(group: Group, plan: MeasurePlan) -> Iterator[list[Outcome] | None]:
@@ -70,6 +72,7 @@ def measure(group: Group, plan: MeasurePlan) -> Iterator[list[Outcome] | None]:
         for name in plan.algorithms
         if plan.computing and not name.startswith(_NOT_COMPUTABLE_ALONE)
     }
+    setting = Setting("sockets", group.device.type, group.world_size, num_nodes=1, dtype=plan.dtype)
     for size in plan.sizes:
         bench = _Size(group, plan, size)
         outcomes = {}
@@ -87,6 +90,9 @@ def measure(group: Group, plan: MeasurePlan) -> Iterator[list[Outcome] | None]:
             if time.monotonic() - last_sign_s > _SIGN_OF_LIFE_S:
                 yield None
                 last_sign_s = time.monotonic()
+        for name, all_reduce in computing.items():
+            entry = parse_all_reduce(_chosen(all_reduce, size).name)
+            outcomes[name].rounds = entry.work(setting, size, *entry.codecs).rounds if entry.work else 0
         for number in range(_WARM_UP_ROUNDS + _COMPUTING_ROUNDS if computing else 0):
             for name, (seconds, _) in bench.round(computing).items():
                 outcomes[name].computing += [seconds] if number >= _WARM_UP_ROUNDS else []
@@ -119,8 +125,7 @@ class _Size:
             wire_bytes=wire_bytes,
             formula_bytes=all_reduce.wire_bytes(self._x.numel(), self._x.element_size()),
         )
-        bounded = all_reduce.choose(self._size) if isinstance(all_reduce, SizedAllReduce) else all_reduce
-        pieces = result.split(_PIECE_ELEMS)
+        bounded, pieces = _chosen(all_reduce, self._size), result.split(_PIECE_ELEMS)
         for number in range(group.rank, len(pieces), group.world_size):
             self._check_piece(outcome, number, pieces[number], bounded)
             yield
@@ -156,13 +161,16 @@ class _Size:
             start = time.perf_counter()
             result = arms[name](self._x)
             self._synchronize()
-            taken = time.perf_counter() - start
-            found[name] = taken, _digest(result) == self._first[name]
+            found[name] = time.perf_counter() - start, _digest(result) == self._first[name]
         return found
 
     def _synchronize(self) -> None:
         if self._group.device.type == "cuda":
             torch.cuda.synchronize(self._group.device)
+
+
+def _chosen(all_reduce: AllReduce, size: int) -> AllReduce:
+    return all_reduce.choose(size) if isinstance(all_reduce, SizedAllReduce) else all_reduce
 
 
 def _share(error: Tensor, bound: Tensor) -> float:

@@ -298,11 +298,8 @@ def _probe_link(world: Group, lane: Group) -> Iterator[Rates]:
     rates: list[float] = []
     for leg in (lane.nodes.across, lane.nodes.inside):
         small_s, large_s = (_gather_s(world, leg, num_bytes) for num_bytes in (_SMALL_BYTES, _LARGE_BYTES))
-        if leg.world_size == 1:  # one rank per node
-            rates += [float("inf"), 0.0]
-        else:
-            moved = (leg.world_size - 1) * (_LARGE_BYTES - _SMALL_BYTES)
-            rates += [moved / max(large_s - small_s, 1e-9), small_s]
+        moved = (leg.world_size - 1) * (_LARGE_BYTES - _SMALL_BYTES)  # 0 inside a node of one rank
+        rates += [moved / max(large_s - small_s, 1e-9), small_s] if moved else [math.inf, 0.0]
     if world.rank == 0:
         yield Rates(*rates)
 

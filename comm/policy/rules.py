@@ -179,7 +179,8 @@ def read_policy_file(path: Path) -> PolicyFile:
     try:
         return msgspec.json.decode(path.read_bytes(), type=PolicyFile)
     except OSError as error:
-        raise ValueError(f"the policy file {path} cannot be read: {error.strerror}") from None
+        made = "give policy:FILE, a file of `tightwire bench quality --write-policy FILE`"
+        raise ValueError(f"the policy file {path} cannot be read: {error.strerror}; {made}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a policy file: {error}; `tightwire bench quality --write-policy` makes one"

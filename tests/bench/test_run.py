@@ -61,6 +61,18 @@ def test_files_hold_the_samples_and_the_line_does_not(tmp_path: Path, capsys: py
     assert "<h1>Swimming</h1>" in text and "<td>2.0</td>" in text and "<dt>pool</dt><dd>deep</dd>" in text
 
 
+def test_numbers_that_json_does_not_have_are_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def make_infinite(bench: Swim) -> None:
+        bench.facts |= {"rates": {"inside": float("inf")}, "shares": (float("nan"), 1.0)}
+
+    assert Swim(OutputOptions(output=tmp_path), make_infinite).run() == 0
+
+    text = capsys.readouterr().out.splitlines()[-1]
+    for result in (text, Path(json.loads(text)["files"][0]).read_text()):
+        assert "Infinity" not in result and "NaN" not in result
+        assert '"rates": {"inside": null}, "shares": [null, 1.0]' in result
+
+
 @pytest.mark.parametrize(
     ("failure", "status", "words"),
     [

@@ -149,6 +149,10 @@ def test_what_cannot_be_obeyed_is_refused(changes: dict[str, Any], message: str,
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mix.json cannot be read: No such file"):
         read_policy_file(tmp_path / "mix.json")
+    with pytest.raises(
+        ValueError, match="Is a directory; give policy:FILE, a file of `tightwire bench quality --write"
+    ):
+        read_policy_file(Path(""))  # of the name "policy:"
     for content in (b"\xff{", b'{"made_for":{"a":' + b"[" * 100_000):
         (tmp_path / "mix.json").write_bytes(content)
         with pytest.raises(ValueError, match="mix.json is not a policy file"):
