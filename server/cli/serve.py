@@ -48,7 +48,7 @@ def serve(argv: Sequence[str]) -> int:
             return refuse("serve", error)
         num_shown = len(ranks.numbers) if place and place.node else config.parallel.num_ranks
         progress = Progress(num_shown, START_STAGES, verbose=config.http.log_level == "debug")
-        progress.stage("import", 0.0)
+        progress.stage("import", 0.0, ranks.numbers[0])
         with importing():
             from tightwire.server.cli import http_process
         return http_process.serve(config, listener, ranks, progress)

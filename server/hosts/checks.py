@@ -25,7 +25,7 @@ def objection_to(hello: Hello, own: Hello, num_nodes: int) -> str | None:
     """Why node 0 refuses a node, by node and key; None: it does not."""
     if not 0 < hello.node < num_nodes:
         return f"a host at {hello.address} says that it is node {hello.node}; nodes are 1 to {num_nodes - 1} there"
-    for key in sorted(own.facts.keys() | hello.facts.keys(), key=lambda key: key != "version"):
+    for key in sorted(own.facts.keys() | hello.facts.keys(), key=lambda key: (key != "version", key)):
         theirs, ours = hello.facts.get(key, "nothing"), own.facts.get(key, "nothing")
         if theirs != ours:
             advice = "install the same version" if key == "version" else "start the same command"

@@ -127,7 +127,7 @@ async def _fetch(file: FileFacts, path: Path, ask: Ask, show: Callable[[int], No
                 await asyncio.to_thread(out.write, piece)
         if await _is_whole(part, file):
             part.replace(path)
-            return
+            return show(file.num_bytes)
         part.unlink()
     raise ModelError(f"{file.name} arrived damaged and was removed; start all hosts again")
 

@@ -104,14 +104,14 @@ class Head(Side):
     async def agree(self, checkpoint: Checkpoint, plan: RunPlan) -> RunPlan:
         """Give the model to nodes that have no copy, and wait until all nodes have opened the same one."""
         self._path.set_result(checkpoint.path)
-        self._own = msgspec.structs.replace(self._own, facts=facts_of(checkpoint, plan))
+        own = msgspec.structs.replace(self._own, facts=facts_of(checkpoint, plan))
         await self._until(lambda: [n for n, node in self._nodes.items() if node.opened is None], "opened the model")
         plans = {0: plan}
         for number, node in sorted(self._nodes.items()):
             assert node.opened is not None
             plans[number] = node.opened.plan
             hello = msgspec.structs.replace(node.hello, facts=node.opened.facts)
-            if reason := objection_to(hello, self._own, self._place.num_nodes):
+            if reason := objection_to(hello, own, self._place.num_nodes):
                 raise ValueError(reason.replace("start the same command", "give the same files"))
         merged = merge_plans(plans)
         self._tell(messages.Run(merged))

@@ -100,11 +100,12 @@ def find_place(options: HostOptions) -> HostPlace:
     except OSError as error:
         why = error.strerror or error
         raise UnknownNameError(f"--master-addr {name}: this host finds no address for it: {why}") from None
-    if ipaddress.ip_address(master.partition("%")[0]).is_loopback and name != "localhost" and name != master:
+    target = ipaddress.ip_address(master.partition("%")[0])
+    if target.is_unspecified or (target.is_loopback and name not in ("localhost", master)):
         raise ValueError(
-            f"--master-addr {name} is {master} on this host (/etc/hosts?), where other hosts cannot reach it; give the address"
+            f"--master-addr {name} is {master} on this host (/etc/hosts?), where other hosts cannot reach it; give node 0's address"
         )
-    if ":" in master and ipaddress.ip_address(master).is_link_local:
+    if ":" in master and target.is_link_local:
         raise ValueError(
             f"--master-addr {name} is a link-local address, which names no interface; give both hosts addresses of one network, "
             f"such as fd00::1/64 and fd00::2/64 (ip addr add fd00::1/64 dev INTERFACE)"
@@ -114,14 +115,13 @@ def find_place(options: HostOptions) -> HostPlace:
         interface = next((nic for nic, own in _addresses() if own == address), "")
     else:
         interface = options.interface
-        family = ":" in master
-        address = next((own for nic, own in _addresses() if nic == interface and (":" in own) == family), "")
+        address = next((own for nic, own in _addresses() if nic == interface and (":" in own) == (":" in master)), "")
         if not address:
-            known = sorted({nic for nic, own in _addresses() if (":" in own) == family})
+            known = sorted({nic for nic, own in _addresses() if (":" in own) == (":" in master)})
             raise ValueError(
                 f"--interface {interface} has no address of the kind of {master} on this host; choose {', '.join(known)}"
             )
-        if ipaddress.ip_address(address).is_loopback and not ipaddress.ip_address(master).is_loopback:
+        if ipaddress.ip_address(address).is_loopback and not target.is_loopback:
             raise ValueError(
                 f"--interface {interface} is this host's loopback, where other hosts cannot reach {address}; choose the one "
                 f"towards {master}, or leave it out"

@@ -113,9 +113,9 @@ class AdapterLoads:
             return
         answers, heard = self._waiting[answer.id]
         heard.append(answer)
-        unlike = f"rank {answer.rank} has other files of the adapter than rank {heard[0].rank}; copy them to all hosts"
+        unlike = f"has other files of the adapter than rank {heard[0].rank}; copy them to all hosts"
         if refusal := answer.refusal or ("" if answer.digest == heard[0].digest else unlike):
-            answers.fail(engine_client.AdapterRefusedError(refusal))
+            answers.fail(engine_client.AdapterRefusedError(f"rank {answer.rank}: {refusal}"))
         answers.heard(answer.rank)
 
     def fail(self, reason: str) -> None:

@@ -192,7 +192,7 @@ class RankedEngine:
 
     def note_end(self, node: str, code: int, reason: str) -> None:
         if code == 2:
-            self._fail(ValueError(reason))
+            self._fail(ValueError(f"{node}: {reason}"))
         else:
             why = reason or "stopped"
             last = f" (last known: {self.watch.describe()})" if self.watch.serving else ""

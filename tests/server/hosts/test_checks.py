@@ -21,6 +21,13 @@ def test_a_node_number_out_of_range_is_refused() -> None:
     assert reason == "a host at 10.0.0.9 says that it is node 5; nodes are 1 to 2 there"
 
 
+def test_of_several_differences_the_first_by_name_is_told() -> None:
+    """And so --nnodes, not --nodes, which follows from it and is refused with it."""
+    own, other = ({"--nodes": n, "--tp": n, "--nnodes": n, "version": "1"} for n in ("2", "3"))
+    reason = objection_to(Hello(1, "b", "", [], other, 0), Hello(0, "a", "", [], own, 0), 2)
+    assert reason == "node 1 (b) has --nnodes 3, node 0 (a) has --nnodes 2; start the same command on every host"
+
+
 def test_plans_that_differ_are_refused_by_key() -> None:
     with pytest.raises(ValueError, match="node 1 would run with dtype float32, node 0 with bfloat16"):
         merge_plans({0: PLAN, 1: msgspec.structs.replace(PLAN, dtype="float32")})

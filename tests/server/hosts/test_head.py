@@ -147,6 +147,26 @@ async def test_a_node_that_starts_again_while_others_are_missing_takes_its_place
         await side.close()
 
 
+async def test_a_node_that_starts_again_after_the_model_is_open_ends_all_so_that_all_start_again(
+    tmp_path: Path,
+) -> None:
+    port, told, told_2 = free_ports(6), Told(), Told()
+    head, old, new = Head(joining(0, port, told)), Member(joining(1, port, Told())), Member(joining(1, port, told_2))
+    store = socket.create_server(("127.0.0.1", port + 1))
+    await asyncio.gather(head.join(), old.join())
+    model = tiny_checkpoint(tmp_path)
+    await asyncio.gather(head.agree(model, PLAN), old.agree(model, PLAN))
+    joins = asyncio.create_task(new.join())
+    await until(lambda: told_2.ends)
+    assert told.ends[0] == ("node 1 (127.0.0.1)", 1, "lost: it has started again")
+    reason = "node 0 (127.0.0.1) ends, because a node was lost; start all nodes again"
+    assert told_2.ends == [(f"node 0 (127.0.0.1:{port})", 1, reason)]
+    joins.cancel()
+    for side in (head, old, new):
+        await side.close()
+    store.close()
+
+
 async def test_waiting_for_a_node_is_cancelled_at_the_moment_of_its_message() -> None:
     head = Head(joining(0, free_ports(6), Told()))
     waiting = asyncio.create_task(head._until(lambda: [1], "opened the model"))

@@ -64,6 +64,12 @@ def test_a_name_that_is_loopback_here_is_refused(monkeypatch: pytest.MonkeyPatch
         find_place(options("head"))
 
 
+@pytest.mark.parametrize("master", ["0.0.0.0", "[::]:29600"])
+def test_the_address_of_all_interfaces_is_no_address_of_node_0(master: str) -> None:
+    with pytest.raises(ValueError, match="where other hosts cannot reach it; give node 0's address"):
+        find_place(options(master, node=0))
+
+
 def test_a_name_is_looked_up_until_it_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Kubernetes, whose DNS learns of a pod after its start."""
     look_up, answers, said = socket.getaddrinfo, [socket.gaierror(-2, "Name or service not known")] * 2, list[str]()

@@ -100,8 +100,8 @@ async def test_death_ends_the_wait_with_its_reason(recordings: Recordings) -> No
 @pytest.mark.parametrize(
     ("second", "refusal"),
     [
-        (AdapterLoaded(1, 5, digest="b"), "rank 1 has other files of the adapter than rank 0; copy them to all hosts"),
-        (AdapterLoaded(1, 5, refusal="no such folder"), "no such folder"),
+        (AdapterLoaded(1, 5, digest="b"), "rank 1: has other files of the adapter than rank 0; copy them to all hosts"),
+        (AdapterLoaded(1, 5, refusal="no such folder"), "rank 1: no such folder"),
     ],
 )
 async def test_an_adapter_that_one_rank_refuses_or_has_otherwise_is_undone(second: AdapterLoaded, refusal: str) -> None:

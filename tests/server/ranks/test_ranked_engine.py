@@ -36,3 +36,11 @@ async def test_a_fault_while_listening_ends_the_wait(caplog: pytest.LogCaptureFi
                 await engine.wait_ready()
             assert engine.client.state.phase is Phase.DEAD
     assert "the engine client broke" in caplog.text
+
+
+async def test_a_host_that_refuses_is_named_on_the_others() -> None:
+    with Ranks(1, command=(sys.executable, "-c", _RANK)) as ranks:
+        async with RankedEngine(ServeConfig(), ranks, Progress(1)) as engine:
+            engine.note_end("node 1 (10.0.0.2)", 2, "no space left on device")
+            with pytest.raises(ValueError, match=r"^node 1 \(10\.0\.0\.2\): no space left on device$"):
+                await engine.wait_ready()

@@ -286,6 +286,7 @@ def test_a_host_without_the_model_gets_it_and_loss_in_one_direction_ends_both_by
     ):
         url = first.wait_ready(second)
         assert f"this host has no copy of {nowhere}; node 0 will send it" in second.log
+        assert re.search(r"^ +import +\d", second.log, re.MULTILINE), "its own rank's stages are shown as ended"
         assert list((tmp_path / "cache").rglob("model.safetensors")), "kept for the next start"
         comm = nodes[0].visit(lambda: get(f"{url}/comm").json())
         assert comm["link"]["emulation"] == "network", "probed at start"
