@@ -139,7 +139,8 @@ $(bin)/pip:
 	       "Name one, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	$(call quietly,creating $(VENV),$(PYTHON) -m venv $(VENV))
 
-# pip would compile every module of every package, for a third of the whole time; a server imports one in seven.
+# pip would compile every module of every package, for a third of the whole time. A server imports one in seven; importing
+# compiles those.
 pip_install := $(python) -m pip install --no-compile --disable-pip-version-check --progress-bar off -c constraints.txt $(PIP_FLAGS)
 serving := import tightwire.server.cli.http_process; import tightwire.server.ranks.rank_main
 $(installed): $(sources) | $(bin)/pip
