@@ -310,18 +310,19 @@ def test_prompts_are_caught_up_a_step_at_a_time(models: dict[str, Checkpoint]) -
 
 
 def test_steps_of_a_pipeline_take_no_less_than_no_time_when_others_are_cancelled(models: dict[str, Checkpoint]) -> None:
-    """``Constant.learn`` refuses less."""
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     with drafting_engine(models, "itself", **_LAYOUTS["pipeline"]) as (local, drafter, counting):
         execute = counting.execute
         counting.execute = lambda *given: (time.sleep(0.02), execute(*given))[1]  # type: ignore[method-assign]
+        learned, learn = list[float](), drafter.times.learn
+        drafter.times.learn = lambda *given: (learned.append(given[1]), learn(*given))[1]  # type: ignore[method-assign]
         for name in range(6):
             local.engine.add(AddRequest(str(name), [5 + name, 6, 7], params))
         others = [str(name) for name in range(1, 6)]
         while local.engine.has_work():
             if not local.engine.step().outputs and others:
                 local.engine.cancel([others.pop()])
-        assert not others and counting.rows and not drafter._spent_s
+        assert not others and counting.rows and learned and min(learned) >= 0
 
 
 def test_no_prompt_waits_for_the_model(models: dict[str, Checkpoint]) -> None:
