@@ -67,7 +67,7 @@ class Watch:
         self._rank_timeout_s, self._step_timeout_s = rank_timeout_s, step_timeout_s
         self._tp, self._num_replicas = tp, num_replicas
         self._clock, self._last_check = clock, clock()
-        self._first_sign_s: float | None = None  # when the first exit or failure was seen
+        self._first_sign_s = float("inf")  # when the first exit or failure was seen
         self._moved_s: float | None = None  # when a rank last did a part of a stage, after ``begin_loading``
         self._node_of = node_of
         self._ranks = {
@@ -90,7 +90,9 @@ class Watch:
             rank.beat = msgspec.structs.replace(rank.beat, step=-1, doing="idle", busy_s=0.0)
             rank.moved_s = 0.0
         elif isinstance(message, Failed):
-            self._ranks[message.rank].failed = message
+            # To the end: of several, the first to fail is named, because the others may have failed by its end.
+            rank = self._ranks[message.rank] = self._ranks.pop(message.rank)
+            rank.failed = message
             self._note_sign()
         if isinstance(message, Stage | Ready) and self._moved_s is not None:
             self._moved_s = self._clock()
@@ -111,13 +113,7 @@ class Watch:
         self._note_sign()
 
     def _note_sign(self) -> None:
-        if self._first_sign_s is None:
-            self._first_sign_s = self._clock()
-
-    @property
-    def alarmed(self) -> bool:
-        """An exit or a failure has been seen, whatever its cause."""
-        return self._first_sign_s is not None
+        self._first_sign_s = min(self._first_sign_s, self._clock())
 
     def check(self) -> str | None:
         """The reason why the ranks cannot continue, or None. The first reason is kept."""
@@ -133,7 +129,7 @@ class Watch:
     def _verdict(self, now: float) -> str | None:
         """Check causes before symptoms. A normal exit or a symptom first waits for a better explanation."""
         patience_s = min(_CAUSE_PATIENCE_S, self._rank_timeout_s / 2)
-        waits = self._first_sign_s is not None and now - self._first_sign_s < patience_s
+        waits = now - self._first_sign_s < patience_s
         for find in (self._killed, self._failed, self._left, self._silent, self._hung, self._symptom):
             for number, rank in self._ranks.items():
                 what = find(rank, now)
@@ -202,7 +198,8 @@ class Watch:
 
     def describe(self, without: int = -1) -> str:
         """The last reported activity of all ranks but one, each with its newest collective."""
-        return "; ".join(f"rank {self._name(n)}: {rank.doing}" for n, rank in self._ranks.items() if n != without)
+        ranks = sorted(self._ranks.items())
+        return "; ".join(f"rank {self._name(n)}: {rank.doing}" for n, rank in ranks if n != without)
 
     def _name(self, number: int) -> str:
         return rank_name(number, self._tp, self._num_replicas)

@@ -82,12 +82,21 @@ def test_a_symptom_alone_is_better_than_nothing(watch: Watch, clock: Clock) -> N
     assert watch.tracebacks() == [] and watch.tracebacks(of_symptoms=True) == [(0, "trace of 0")]
 
 
+def test_of_symptoms_the_first_is_named_because_others_follow_from_its_end(watch: Watch, clock: Clock) -> None:
+    watch.heard(failed(1, "PeerLostError: lost rank 2: no acknowledgement for 10 s", symptom=True))
+    watch.heard(failed(0, "PeerLostError: lost rank 1: closed by that rank", symptom=True))
+    pass_time(watch, clock, 3)
+    reason = watch.check()
+    assert reason is not None and reason.startswith("rank 1 (pid 22) failed while: step 7: PeerLostError: lost rank 2")
+    assert watch.describe() == "rank 0: step 7; rank 1: step 7", "in their order"
+
+
 def test_a_killed_rank_is_named_however_late_its_end_is_known(watch: Watch, clock: Clock) -> None:
     """On a busy machine its connections are closed, and missed by the others, seconds before it can be waited for."""
     watch.heard(failed(0, "PeerLostError: rank 1 is gone", symptom=True))
     watch.exited(0, 1)
     pass_time(watch, clock, 2.5)
-    assert watch.check() is None and watch.alarmed
+    assert watch.check() is None
     watch.exited(1, -signal.SIGKILL)
     reason = watch.check()
     assert reason is not None and reason.startswith("rank 1 (pid 22) was killed by SIGKILL")
