@@ -33,7 +33,6 @@ class _Rank:
     pid: int
     heard_s: float
     beat: Heartbeat
-    was_heard: bool = False
     moved_s: float = 0.0  # ``busy_s`` at the last progress: a new collective, or a part of a streamed layer
     exit_code: int | None = None
     failed: Failed | None = None
@@ -83,7 +82,7 @@ class Watch:
                 rank.moved_s = 0.0
             elif (message.num_collectives, message.num_fetched) != (rank.beat.num_collectives, rank.beat.num_fetched):
                 rank.moved_s = message.busy_s
-            rank.heard_s, rank.was_heard, rank.beat = self._clock(), True, message
+            rank.heard_s, rank.beat = self._clock(), message
         elif isinstance(message, Ready):
             # The last heartbeat may be from a long warm-up, which has no time limit.
             rank = self._ranks[message.rank]
@@ -98,8 +97,10 @@ class Watch:
             self._moved_s = self._clock()
 
     def begin_loading(self) -> None:
-        """Record that the ranks have got their work."""
+        """Record that the ranks have got their work. From now on silence counts for ranks of other hosts too."""
         self._moved_s = self._clock()
+        for rank in self._ranks.values():
+            rank.heard_s = self._moved_s
 
     def stalled(self) -> str | None:
         """What each rank does if none has done a part of a stage for a minute; then again after another minute."""
@@ -163,8 +164,8 @@ class Watch:
         return None
 
     def _silent(self, rank: _Rank, now: float) -> str | None:
-        if not (rank.pid or rank.was_heard):
-            return None  # its host has not joined yet, for which there is another deadline
+        if not rank.pid and self._moved_s is None:
+            return None  # its host may start again until all have joined, for which there is another deadline
         limit = self._rank_timeout_s * (1 if self.serving else _LOADING_PATIENCE)
         silent_s = now - rank.heard_s
         if silent_s > self._rank_timeout_s and rank.pid and state_of(rank.pid) in ("T", "t"):

@@ -81,8 +81,8 @@ class RankedEngine:
 
     async def __aexit__(self, *_: object) -> None:
         self._stop_watching()
+        await self.hosts.close()  # first, or other hosts would hear that a rank was killed
         self._ranks.kill()
-        await self.hosts.close()
         self.client.close()
         if self._failed.done():
             self._failed.exception()  # marks the exception as retrieved, in case nobody awaited it
