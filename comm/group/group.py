@@ -171,7 +171,7 @@ def open_process_group(
                 library = open_gloo() if own is None else open_gloo
                 if own is not None:
                     host = address.get("hostname") or _address_on(address["interface"], store)
-                    make = partial(SocketTransport, *connect_ranks(joining, host, own, join_s), own.codes)
+                    make = partial(SocketTransport, *connect_ranks(joining, host, own, join_s), own)
         except CommError as error:
             if numbered is None:
                 raise

@@ -42,6 +42,7 @@ class SocketOptions(NamedTuple):
     port: int = 0
     most_unsent: int = 0  # bytes of a connection in the kernel, for which others on the wire wait; 0: as it chooses
     codes: bool = False  # long messages are coded without loss (``wire_codec``); the same on all ranks
+    dead_s: float = 15.0  # without even acknowledgements by the other host's kernel: the connection is lost; 3 or more
 
 
 class Peer(NamedTuple):

@@ -25,14 +25,11 @@ from torch import Tensor
 from tightwire.comm import errors
 from tightwire.comm.transport import wire_codec
 from tightwire.comm.transport.process_group import GlooTransport, TransferError
-from tightwire.comm.transport.socket_join import Peer
+from tightwire.comm.transport.socket_join import Peer, SocketOptions
 
 _HEADER = struct.Struct("<IIQQ")
 HEADER_BYTES = _HEADER.size
 FRAME_BYTES = 66  # the headers of a frame: Ethernet 14, IPv4 20, TCP 32 with time stamps
-
-# A connection is lost when nothing arrives on it for this long, not even acknowledgements by the other host's kernel.
-DEAD_LINK_S = 15
 
 _MAX_NUMBER = (1 << 32) - 1
 _SPIN_S = 200e-6  # a local network's round trip, and the usual difference between ranks of a decode step
@@ -54,17 +51,17 @@ def interface_bytes(payload_bytes: float, num_messages: float, num_frames: float
 class SocketTransport(GlooTransport):
     """Messages over ``sockets``; ``native`` is still gloo's sum, and ``library`` begins with what opens gloo. The other arguments are those of ``GlooTransport``.
 
-    ``timeout_s`` limits the time without a byte; a dead link ends a call earlier, after ``DEAD_LINK_S``.
+    ``timeout_s`` limits the time without a byte; a dead link ends a call earlier, after ``SocketOptions.dead_s``.
     """
 
     def __init__(
-        self, sockets: dict[int, socket.socket], peers: Sequence[Peer], codes: bool, *library: Any, **settings: Any
+        self, sockets: dict[int, socket.socket], peers: Sequence[Peer], own: SocketOptions, *library: Any, **more: Any
     ) -> None:
-        """``codes``: long messages to ranks of other hosts are coded, which takes compiled kernels."""
-        super().__init__(*library, **settings)
+        """``own.codes``: long messages to ranks of other hosts are coded, which takes compiled kernels."""
+        super().__init__(*library, **more)
         here = peers[self.rank].address
         self._connections = {
-            peer: _Connection(peer, peers[peer].address, sock, codes and peers[peer].address != here)
+            peer: _Connection(peer, at := peers[peer].address, sock, own.codes and at != here, own.dead_s)
             for peer, sock in sockets.items()
         }
         self._num_here = sum(peer.shares_cores(peers[self.rank]) for peer in peers)
@@ -159,15 +156,15 @@ class SocketTransport(GlooTransport):
 class _Connection:
     """The connection to one rank, and how many messages went each way."""
 
-    def __init__(self, peer: int, address: str, sock: socket.socket, codes: bool) -> None:
-        self.peer, self.address, self.sock, self._codes = peer, address, sock, codes
+    def __init__(self, peer: int, address: str, sock: socket.socket, codes: bool, dead_s: float) -> None:
+        self.peer, self.address, self.sock, self._codes, self._dead_s = peer, address, sock, codes, dead_s
         self._num_sent = self._num_received = 0
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # The other host's kernel answers probes of an idle connection, also when its process is stopped.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            sock.setsockopt(socket.IPPROTO_TCP, option, max(1, DEAD_LINK_S // 6))
+            sock.setsockopt(socket.IPPROTO_TCP, option, max(1, min(60, int(dead_s) // 6)))
 
     def outgoing(self, call: int, buf: Tensor, coded: dict[tuple[int, int], Tensor | None]) -> "_Message":
         self._num_sent += 1
@@ -189,10 +186,10 @@ class _Connection:
         return self._codes and buf.numel() >= wire_codec.LEAST_BYTES
 
     def check_alive(self) -> None:
-        """Raise TransferError if nothing has arrived for ``DEAD_LINK_S``, not even an acknowledgement."""
+        """Raise TransferError if nothing has arrived for ``dead_s``, not even an acknowledgement."""
         info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_AT + 4)
         silent_s = struct.unpack_from("I", info, _LAST_ACK_AT)[0] / 1000
-        if silent_s > DEAD_LINK_S:
+        if silent_s > self._dead_s:
             raise self.lost(f"no acknowledgement for {silent_s:.0f} s")
 
     def mismatch(self, header: bytes, expected: bytes) -> TransferError:

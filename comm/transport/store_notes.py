@@ -111,4 +111,4 @@ def ranks_at_fault(own: Note, notes: dict[int, Note], others: Iterable[int]) -> 
     missed = missed_by(own, notes)
     if own.timed_out or any(note.timed_out for note in notes.values()):
         return silent or missed
-    return (missed & silent) or silent or (missed & set(others)) or missed  # a cut link is lost on both sides
+    return (missed & silent) or (missed & set(others)) or silent or missed  # a cut link is lost on both sides

@@ -16,6 +16,7 @@ _HELLO_S = 30.0  # for each message of HELLO: on a busy machine a process may st
 _CLOSE_S = 0.5
 # After a wait that was longer by more, this process itself was stopped and cannot judge the other host's silence.
 _OWN_PAUSE_S = 3.0
+LONG_LOST = "; if only long messages are lost, lower the MTU of the interfaces"  # as in a tunnel
 _MOST_BYTES = 32 << 20  # of a line: the longest is a plan with a policy for each layer
 
 _ENCODER, _DECODER = msgspec.json.Encoder(), msgspec.json.Decoder(Message)
@@ -37,16 +38,16 @@ class Channel:
         if not self._ended and not self._writer.is_closing():
             self._writer.write(_ENCODER.encode(message) + b"\n")
 
-    async def receive(self, timeout_s: float) -> Message:
-        """The next message. LostError: none within ``timeout_s``, or the connection ended."""
+    async def receive(self, timeout_s: float, hint: str = "") -> Message:
+        """The next message. LostError: none within ``timeout_s`` (the message ends with ``hint``), or the connection ended."""
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
                 line = await self._reader.readline()
         except TimeoutError:
             if time.monotonic() - began_s > timeout_s + _OWN_PAUSE_S:
-                return await self.receive(timeout_s)
-            raise LostError(f"has been silent for {timeout_s:g} s") from None
+                return await self.receive(timeout_s, hint)
+            raise LostError(f"has been silent for {timeout_s:g} s{hint}") from None
         except (OSError, ValueError) as error:
             raise LostError(f"broke the connection: {error}") from None
         if not line.endswith(b"\n"):
@@ -111,7 +112,7 @@ async def introduce(channel: Channel, hello: Hello, secret: bytes) -> None:
     nonce = secrets.token_hex(16)
     proof = _prove(secret, hello.node, challenge.nonce, nonce)
     channel.send(msgspec.structs.replace(hello, nonce=nonce, proof=proof))
-    answer = await channel.receive(_HELLO_S)
+    answer = await channel.receive(_HELLO_S, LONG_LOST)
     refusal = answer.reason if isinstance(answer, End) else ""
     known = isinstance(answer, Welcome) and hmac.compare_digest(answer.proof, _prove(secret, 0, nonce, challenge.nonce))
     if not known:

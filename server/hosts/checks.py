@@ -8,7 +8,7 @@ import msgspec
 
 from tightwire.comm.link.probe import PairFacts, measure_pair
 from tightwire.model.open import Checkpoint, fingerprint
-from tightwire.server.hosts.channel import open_channel
+from tightwire.server.hosts.channel import LONG_LOST, open_channel
 from tightwire.server.hosts.messages import Hello
 from tightwire.server.plan.rank_setup import RunPlan
 
@@ -85,7 +85,8 @@ async def measure(node: int, targets: Mapping[int, tuple[str, int]]) -> tuple[li
         try:
             pairs.append(await asyncio.to_thread(measure_pair, (node, other), address, port))
         except OSError as error:
-            failures.append(f"the probe from node {node} to node {other} ({address}) failed: {error.strerror or error}")
+            why = error.strerror or f"{error}{LONG_LOST}"
+            failures.append(f"the probe from node {node} to node {other} ({address}) failed: {why}")
     return pairs, failures
 
 

@@ -33,7 +33,6 @@ class _Rank:
     pid: int
     heard_s: float
     beat: Heartbeat
-    was_heard: bool = False
     moved_s: float = 0.0  # ``busy_s`` at the last progress: a new collective, or a part of a streamed layer
     exit_code: int | None = None
     failed: Failed | None = None
@@ -67,7 +66,7 @@ class Watch:
         self._rank_timeout_s, self._step_timeout_s = rank_timeout_s, step_timeout_s
         self._tp, self._num_replicas = tp, num_replicas
         self._clock, self._last_check = clock, clock()
-        self._first_sign_s: float | None = None  # when the first exit or failure was seen
+        self._first_sign_s = float("inf")  # when the first exit or failure was seen
         self._moved_s: float | None = None  # when a rank last did a part of a stage, after ``begin_loading``
         self._node_of = node_of
         self._ranks = {
@@ -83,21 +82,25 @@ class Watch:
                 rank.moved_s = 0.0
             elif (message.num_collectives, message.num_fetched) != (rank.beat.num_collectives, rank.beat.num_fetched):
                 rank.moved_s = message.busy_s
-            rank.heard_s, rank.was_heard, rank.beat = self._clock(), True, message
+            rank.heard_s, rank.beat = self._clock(), message
         elif isinstance(message, Ready):
             # The last heartbeat may be from a long warm-up, which has no time limit.
             rank = self._ranks[message.rank]
             rank.beat = msgspec.structs.replace(rank.beat, step=-1, doing="idle", busy_s=0.0)
             rank.moved_s = 0.0
         elif isinstance(message, Failed):
-            self._ranks[message.rank].failed = message
+            # To the end: of several, the first to fail is named, because the others may have failed by its end.
+            rank = self._ranks[message.rank] = self._ranks.pop(message.rank)
+            rank.failed = message
             self._note_sign()
         if isinstance(message, Stage | Ready) and self._moved_s is not None:
             self._moved_s = self._clock()
 
     def begin_loading(self) -> None:
-        """Record that the ranks have got their work."""
+        """Record that the ranks have got their work. From now on silence counts for ranks of other hosts too."""
         self._moved_s = self._clock()
+        for rank in self._ranks.values():
+            rank.heard_s = self._moved_s
 
     def stalled(self) -> str | None:
         """What each rank does if none has done a part of a stage for a minute; then again after another minute."""
@@ -111,13 +114,7 @@ class Watch:
         self._note_sign()
 
     def _note_sign(self) -> None:
-        if self._first_sign_s is None:
-            self._first_sign_s = self._clock()
-
-    @property
-    def alarmed(self) -> bool:
-        """An exit or a failure has been seen, whatever its cause."""
-        return self._first_sign_s is not None
+        self._first_sign_s = min(self._first_sign_s, self._clock())
 
     def check(self) -> str | None:
         """The reason why the ranks cannot continue, or None. The first reason is kept."""
@@ -133,7 +130,7 @@ class Watch:
     def _verdict(self, now: float) -> str | None:
         """Check causes before symptoms. A normal exit or a symptom first waits for a better explanation."""
         patience_s = min(_CAUSE_PATIENCE_S, self._rank_timeout_s / 2)
-        waits = self._first_sign_s is not None and now - self._first_sign_s < patience_s
+        waits = now - self._first_sign_s < patience_s
         for find in (self._killed, self._failed, self._left, self._silent, self._hung, self._symptom):
             for number, rank in self._ranks.items():
                 what = find(rank, now)
@@ -167,8 +164,8 @@ class Watch:
         return None
 
     def _silent(self, rank: _Rank, now: float) -> str | None:
-        if not (rank.pid or rank.was_heard):
-            return None  # its host has not joined yet, for which there is another deadline
+        if not rank.pid and self._moved_s is None:
+            return None  # its host may start again until all have joined, for which there is another deadline
         limit = self._rank_timeout_s * (1 if self.serving else _LOADING_PATIENCE)
         silent_s = now - rank.heard_s
         if silent_s > self._rank_timeout_s and rank.pid and state_of(rank.pid) in ("T", "t"):
@@ -202,7 +199,8 @@ class Watch:
 
     def describe(self, without: int = -1) -> str:
         """The last reported activity of all ranks but one, each with its newest collective."""
-        return "; ".join(f"rank {self._name(n)}: {rank.doing}" for n, rank in self._ranks.items() if n != without)
+        ranks = sorted(self._ranks.items())
+        return "; ".join(f"rank {self._name(n)}: {rank.doing}" for n, rank in ranks if n != without)
 
     def _name(self, number: int) -> str:
         return rank_name(number, self._tp, self._num_replicas)

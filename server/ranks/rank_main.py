@@ -174,9 +174,9 @@ class _Joining:
         plan = self.work.plan
         if not plan.is_pipeline if plan.device == "cuda" else plan.transport == "process-group":
             return None
-        parallel = self.work.config.parallel
+        parallel, dead_s = self.work.config.parallel, max(3.0, self.work.config.timeouts.rank_timeout_s)
         secret, codes = read_secret(parallel.comm_secret_file), parallel.sum_dtype == CODED_DTYPE
-        return SocketOptions(secret, self.identity.socket_port, codes=codes)
+        return SocketOptions(secret, self.identity.socket_port, codes=codes, dead_s=dead_s)
 
     def _open(self, topology: Topology, name: str, timeout_s: float, ranks: range | None = None, **more: Any) -> Group:
         """``ranks``: those of the group, by whose numbers errors name them; None: all. Messages of stages pass the host's memory."""

@@ -17,7 +17,7 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.channel import LostError
 from tightwire.server.hosts.choose import choose_hosts
 from tightwire.server.ipc.engine_client import Phase
-from tightwire.server.ipc.messages import AdapterLoaded, FromRank, Ready, Stage
+from tightwire.server.ipc.messages import AdapterLoaded, Failed, FromRank, Ready, Stage
 from tightwire.server.ipc.zmq_client import ZmqEngineClient
 from tightwire.server.plan.rank_setup import RankWork
 from tightwire.server.plan.run_plan import FETCH_STOPS_S, Decision, prepare
@@ -81,8 +81,8 @@ class RankedEngine:
 
     async def __aexit__(self, *_: object) -> None:
         self._stop_watching()
+        await self.hosts.close()  # first, or other hosts would hear that a rank was killed
         self._ranks.kill()
-        await self.hosts.close()
         self.client.close()
         if self._failed.done():
             self._failed.exception()  # marks the exception as retrieved, in case nobody awaited it
@@ -159,7 +159,7 @@ class RankedEngine:
         self.watch.heard(message)
         if isinstance(message, AdapterLoaded):
             self.client.heard_adapter(message)
-        if self.watch.alarmed:
+        if isinstance(message, Failed):
             self._trouble.set()
         if isinstance(message, Stage):
             self._display.stage(message.name, message.fraction, message.rank)

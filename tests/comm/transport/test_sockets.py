@@ -24,7 +24,7 @@ from tightwire.comm.transport.socket_join import SocketOptions
 from tightwire.comm.transport.sockets import FRAME_BYTES, HEADER_BYTES, interface_bytes
 from tightwire.kernels.cpu.library import available
 
-_DEAD_LINK_S = 2
+_DEAD_LINK_S = 3.0
 needs_kernels = pytest.mark.skipif(not available(), reason="no compiled kernels")
 
 
@@ -49,7 +49,6 @@ def network() -> Iterator[EmulatedNetwork]:
 
 def _join(group: Group, node: EmulatedNode, store: str) -> Group:
     """Move this process to ``node`` and open a group over sockets between the nodes."""
-    sockets.DEAD_LINK_S = _DEAD_LINK_S
     node.enter()
     return open_process_group(
         Topology(group.rank, 2),
@@ -57,7 +56,7 @@ def _join(group: Group, node: EmulatedNode, store: str) -> Group:
         device=torch.device("cpu"),
         timeout_s=60.0,
         interface=WIRE,
-        sockets=SocketOptions(),
+        sockets=SocketOptions(dead_s=_DEAD_LINK_S),
     )
 
 

@@ -24,6 +24,8 @@ def _note(*missed: int, timed_out: bool = True) -> Note:
         (_note(2, timed_out=False), {3: _note(2, timed_out=False)}, {2}),
         # Nobody knows whom the library waited for.
         (_note(), {1: _note(), 3: _note()}, {2}),
+        # The link between ranks 1 and 2 is cut, seen by rank 2's neighbors; rank 3 waits for nobody.
+        (_note(2, timed_out=False), {1: _note(2, timed_out=False), 2: _note(1, timed_out=False)}, {1, 2}),
         # The store is gone: only what this rank saw.
         (_note(3, timed_out=False), {}, {3}),
         # All are there and wait for each other: they called different collectives.

@@ -6,8 +6,9 @@ import socket
 import pytest
 from helpers.server.hosts import until
 
-from tightwire.server.hosts.channel import Channel, LostError, accept_channels, open_channel
-from tightwire.server.hosts.messages import Beat, End, Table
+from tightwire.server.hosts import channel as hosts_channel
+from tightwire.server.hosts.channel import Channel, LostError, accept_channels, introduce, open_channel
+from tightwire.server.hosts.messages import Beat, Challenge, End, Hello, Table
 
 
 async def test_a_silent_host_is_lost_within_its_deadline() -> None:
@@ -19,6 +20,21 @@ async def test_a_silent_host_is_lost_within_its_deadline() -> None:
         await channel.receive(0.2)
     await channel.close()
     accepted[0].close()
+    server.close()
+
+
+async def test_a_hello_that_may_be_too_long_for_the_network_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection and short messages pass, as through a tunnel whose ends have a larger MTU."""
+    monkeypatch.setattr(hosts_channel, "_HELLO_S", 0.2)
+    channels: list[Channel] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = await accept_channels(listener, channels.append)
+    here = await open_channel("127.0.0.1", listener.getsockname()[1], 3.0)
+    await until(lambda: channels)
+    channels[0].send(Challenge("nonce"))
+    with pytest.raises(LostError, match="silent for 0.2 s; if only long messages are lost, lower the MTU of the"):
+        await introduce(here, Hello(1, "127.0.0.1", "lo", [], {}, 0), b"")
+    await asyncio.gather(here.close(), channels[0].close())
     server.close()
 
 

@@ -1,10 +1,13 @@
 """What hosts compare: their numbers, their plans, and the ports between them."""
 
+import socket
+
 import msgspec
 import pytest
 from helpers.server.hosts import PLAN, free_ports
 
-from tightwire.server.hosts.checks import merge_plans, objection_to, probe
+from tightwire.comm.link import probe as link_probe
+from tightwire.server.hosts.checks import measure, merge_plans, objection_to, probe
 from tightwire.server.hosts.messages import Hello
 
 
@@ -13,6 +16,16 @@ async def test_a_port_that_cannot_be_reached_is_named() -> None:
     failures = await probe(1, {1: ("127.0.0.1", [1]), 2: ("127.0.0.1", [port])})
     assert len(failures) == 1
     assert failures[0].startswith(f"port {port} on node 2 (127.0.0.1) cannot be reached from node 1: ")
+
+
+async def test_messages_that_are_lost_where_connections_pass_are_told_with_what_may_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_probe, "_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        _, failures = await measure(0, {1: ("127.0.0.1", silent.getsockname()[1])})
+    cause = "timed out; if only long messages are lost, lower the MTU of the interfaces"
+    assert failures == [f"the probe from node 0 to node 1 (127.0.0.1) failed: {cause}"]
 
 
 def test_a_node_number_out_of_range_is_refused() -> None:

@@ -82,12 +82,21 @@ def test_a_symptom_alone_is_better_than_nothing(watch: Watch, clock: Clock) -> N
     assert watch.tracebacks() == [] and watch.tracebacks(of_symptoms=True) == [(0, "trace of 0")]
 
 
+def test_of_symptoms_the_first_is_named_because_others_follow_from_its_end(watch: Watch, clock: Clock) -> None:
+    watch.heard(failed(1, "PeerLostError: lost rank 2: no acknowledgement for 10 s", symptom=True))
+    watch.heard(failed(0, "PeerLostError: lost rank 1: closed by that rank", symptom=True))
+    pass_time(watch, clock, 3)
+    reason = watch.check()
+    assert reason is not None and reason.startswith("rank 1 (pid 22) failed while: step 7: PeerLostError: lost rank 2")
+    assert watch.describe() == "rank 0: step 7; rank 1: step 7", "in their order"
+
+
 def test_a_killed_rank_is_named_however_late_its_end_is_known(watch: Watch, clock: Clock) -> None:
     """On a busy machine its connections are closed, and missed by the others, seconds before it can be waited for."""
     watch.heard(failed(0, "PeerLostError: rank 1 is gone", symptom=True))
     watch.exited(0, 1)
     pass_time(watch, clock, 2.5)
-    assert watch.check() is None and watch.alarmed
+    assert watch.check() is None
     watch.exited(1, -signal.SIGKILL)
     reason = watch.check()
     assert reason is not None and reason.startswith("rank 1 (pid 22) was killed by SIGKILL")
@@ -260,6 +269,7 @@ def test_a_host_with_one_replica_of_several_names_its_ranks(clock: Clock) -> Non
 
 def test_a_rank_of_another_host_is_named_with_its_node(clock: Clock) -> None:
     watch = Watch({0: 11, 1: 0}, rank_timeout_s=10, step_timeout_s=120, node_of="node {}".format, clock=clock)
+    watch.begin_loading()
     watch.serving = True
     beat(watch, 1)
     pass_time(watch, clock, 12, 0)
@@ -272,10 +282,14 @@ def test_a_rank_of_another_host_is_named_with_its_node(clock: Clock) -> None:
 
 def test_a_rank_of_a_host_that_has_not_joined_is_not_silent_and_later_its_host_reports_first(clock: Clock) -> None:
     watch = Watch({0: 11, 1: 0}, rank_timeout_s=10, step_timeout_s=120, node_of="node {}".format, clock=clock)
-    pass_time(watch, clock, 290, 0)
-    assert watch.check() is None, "the deadline of joining is another one"
     beat(watch, 1)
+    pass_time(watch, clock, 290, 0)
+    assert watch.check() is None, "the deadline of joining is another one, and the host may start again"
+    watch.begin_loading()
+    pass_time(watch, clock, 5, 0)
     watch.serving = True
+    assert watch.check() is None
+    beat(watch, 1)
     pass_time(watch, clock, 10.5, 0)
     assert watch.check() is None, "its own host knows more, and reports at 10 s"
     pass_time(watch, clock, 1.5, 0)

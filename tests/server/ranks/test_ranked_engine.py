@@ -1,11 +1,13 @@
 """What the HTTP process does when its own ears fail: it says so and ends, and does not wait for ever."""
 
+import asyncio
 import sys
 
 import pytest
 
 from tightwire.progress import Progress
 from tightwire.server.config.serve import ServeConfig
+from tightwire.server.hosts.base import Hosts
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
@@ -44,3 +46,24 @@ async def test_a_host_that_refuses_is_named_on_the_others() -> None:
             engine.note_end("node 1 (10.0.0.2)", 2, "no space left on device")
             with pytest.raises(ValueError, match=r"^node 1 \(10\.0\.0\.2\): no space left on device$"):
                 await engine.wait_ready()
+
+
+class _OtherHosts(Hosts):
+    """What other hosts are told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def relay_exit(self, rank: int, code: int) -> None:
+        self.told.append(f"rank {rank} exited with {code}")
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.5)  # as to other hosts
+        self.told.append("the end")
+
+
+async def test_a_host_that_ends_says_so_before_its_ranks_are_killed() -> None:
+    with Ranks(1, command=(sys.executable, "-c", _RANK)) as ranks:
+        async with RankedEngine(ServeConfig(), ranks, Progress(1)) as engine:
+            engine.hosts = others = _OtherHosts()
+    assert others.told[0] == "the end"
