@@ -47,7 +47,7 @@ async def read_body(request: Request, kind: type[BodyT], serving: Serving) -> Bo
 
 def _note_ignored(path: str, name: str, kind: type[Body], serving: Serving) -> None:
     """Log a field once. With --strict-fields: 400 unless it is in ``IGNORED_FIELDS``."""
-    field, is_label, logged = _INDEX.sub("[]", path), name in IGNORED_FIELDS, serving.logged_fields
+    field, is_label, logged = _shown(_INDEX.sub("[]", path)), name in IGNORED_FIELDS, serving.logged_fields
     refused = serving.http.strict_fields and not is_label
     if not refused and (field in logged or len(logged) >= _MAX_LOGGED_FIELDS):
         return
@@ -59,7 +59,7 @@ def _note_ignored(path: str, name: str, kind: type[Body], serving: Serving) -> N
     logged.add(field)
     # Many clients send labels; another name may be a typing error.
     level = logging.INFO if is_label else logging.WARNING
-    _log.log(level, "ignored the field %r of a request (logged once per field)%s", _shown(field), hint)
+    _log.log(level, "ignored the field %r of a request (logged once per field)%s", field, hint)
 
 
 def check_fields(fields: dict[str, Any], kind: type[BodyT]) -> BodyT:

@@ -134,6 +134,7 @@ class MicroBatch:
         if self._last or self._awaiting:
             self._weights.drop_shared()
         self._made.clear()
+        self.block_anchor = self.anchor  # its graph holds this object, in a circle that Python cannot see
 
     def _release_ends(self) -> None:
         for bucket in filter(self._in_use.__contains__, self._ends):
@@ -166,7 +167,7 @@ class Hooks:
 
     def __init__(self, model: nn.Module, plan: BucketPlan) -> None:
         self.micro_batch: MicroBatch | None = None
-        self._wrapped: list[nn.Module] = []
+        self._wrapped: set[nn.Module] = set()
         for use in plan.uses:
             layer = model.get_submodule(use.module)
             if use.flat_param.trainable and use.attribute == "weight" and type(layer) is nn.Linear:
@@ -175,10 +176,10 @@ class Hooks:
                 keep_norms_input(layer)
             else:
                 continue
-            self._wrapped.append(layer)
+            self._wrapped.add(layer)
         for module in filter(is_gated, model.modules()):
             keep_gate_and_up(module)
-            self._wrapped.append(module)
+            self._wrapped.add(module)
         hosted = _uses_by_host(plan)
         for host, uses in hosted.items():
             module = model.get_submodule(host)
@@ -187,8 +188,7 @@ class Hooks:
                 module.forward = self._block_forward(module.forward, users, plan, hosted, host)
             else:
                 module.forward = self._plain_forward(module.forward, users)
-            if module not in self._wrapped:
-                self._wrapped.append(module)
+            self._wrapped.add(module)
         for use in plan.uses:
             del model.get_submodule(use.module)._parameters[use.attribute]
 

@@ -119,6 +119,15 @@ async def test_the_log_of_ignored_fields_is_bounded(
     assert len(caplog.records) == 1000
 
 
+async def test_of_a_long_name_only_its_beginning_is_kept(
+    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients choose the names: 1000 of some megabytes would stay in memory for as long as the server runs."""
+    for end in ("a", "b"):
+        await client.post("/v1/completions", json={"prompt": "a", "x" * 200 + end: 1})
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "hint"),
     [

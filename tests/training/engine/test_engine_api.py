@@ -1,7 +1,9 @@
 """The engine's other methods, and its errors for wrong use and lost ranks."""
 
 import copy
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -270,6 +272,20 @@ def test_a_forward_without_backward_leaves_no_state(prefetch: Any) -> None:
         engine.weights_changed()
         with engine.evaluation():
             assert torch.equal(model(TOKENS).logits, want(TOKENS).logits)
+
+
+@pytest.mark.parametrize("checkpoint_blocks", [0, 1])
+def test_a_micro_batch_leaves_nothing_behind(checkpoint_blocks: int) -> None:
+    """A circle through a graph is never freed: a run would grow with every micro-batch and block, for as long as it goes on."""
+    model = small_llama()
+    with open_engine(model, alone(), replace(ZERO3, checkpoint_blocks=checkpoint_blocks)) as engine:
+        for last in (False, True):
+            with engine.micro_batch(last=last):
+                run = weakref.ref(engine._hooks._current())
+                model(TOKENS, labels=TOKENS).loss.backward()
+            gc.collect()
+            assert run() is None
+        engine.finish_gradients()
 
 
 def test_groups_and_plan_must_match() -> None:
