@@ -10,7 +10,7 @@ from harness import Over, Runner, run_in_process
 from helpers.comm.collective_bytes import broadcast_bytes, gather_to_root_bytes
 from torch import Tensor
 
-from tightwire.comm.codec.codec import SUMMABLE, parse_codec
+from tightwire.comm.codec.codec import SUMMABLE, parse_codec, slices_for
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound
 from tightwire.comm.collectives.all_gather import (
     all_gather,
@@ -19,7 +19,7 @@ from tightwire.comm.collectives.all_gather import (
     sparse_all_gather_bytes,
 )
 from tightwire.comm.collectives.one_rank import broadcast, gather_to_root
-from tightwire.comm.collectives.reduce_scatter import reduce_scatter, reduce_scatter_bytes, reduce_scatter_slices
+from tightwire.comm.collectives.reduce_scatter import reduce_scatter, reduce_scatter_bytes
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.ledger.ledger import Counters
 
@@ -82,7 +82,7 @@ def _scatter(group: Group) -> list[str]:
     results = []
     for name, num_elems, dtype in product(CODECS, (1, 3, 127, 1029), SUMMABLE):
         codec, inputs = parse_codec(name), _inputs(group.world_size, num_elems, dtype)
-        lengths = reduce_scatter_slices(num_elems, group.world_size, codec)
+        lengths = slices_for(num_elems, group.world_size, codec)
         own = slice(sum(lengths[: group.rank]), sum(lengths[: group.rank + 1]))
         for out_dtype in (None, torch.float32):
             sent_before, x_N = group.bytes_sent, inputs[group.rank].clone()
