@@ -16,8 +16,9 @@ ALL = "TIGHTWIRE_AOT" in os.environ
 _STEPS = "test_rules or test_decode_waits or models_logits[1] or (test_decode_work and not context[1])"
 _STEPS += " or test_decode_work or form" * ALL
 _MODELS = "prompts_of_packed or test_packed_model or quantized_on_the_device" + " or model_drafts" * ALL
-_MODELS += " or has_the_losses or recomputed or one_rank[dtype0"
-_MODELS += " or fused or answer_as_one_rank or own_ones[none]" * ALL
+_MODELS += (
+    " or has_the_losses or one_rank[dtype0" + " or fused or recomputed or answer_as_one_rank or own_ones[none]" * ALL
+)
 
 
 @pytest.mark.slow
@@ -26,7 +27,7 @@ _MODELS += " or fused or answer_as_one_rank or own_ones[none]" * ALL
     ("files", "chosen", "count"),
     [
         (("rules", "decode_waits", "decode_work", "decode_graphs"), _STEPS, 31 if ALL else 27),
-        (("layer_kernels", "packed_model", "drafts", "training", "stages", "partition"), _MODELS, 25 if ALL else 21),
+        (("layer_kernels", "packed_model", "drafts", "training", "stages", "partition"), _MODELS, 25 if ALL else 20),
     ],
     ids=("steps", "models"),
 )
