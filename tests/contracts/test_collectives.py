@@ -90,20 +90,20 @@ def _error(got: Tensor, inputs: list[Tensor], own: slice) -> Tensor:
 
 def _gather_to_root(group: Group) -> None:
     last = group.world_size - 1
-    for sizes, root in (
-        ([(5 * rank + 3) % 7 for rank in range(group.world_size)], 0),
-        ([8] * group.world_size, last),
-        ([17 * (rank == last) for rank in range(group.world_size)], 0),
+    for sizes in (
+        [(5 * rank + 3) % 7 for rank in range(group.world_size)],
+        [8] * group.world_size,
+        [17 * (rank == last) for rank in range(group.world_size)],
     ):
         messages = [torch.arange(size, dtype=torch.uint8) + 10 * rank for rank, size in enumerate(sizes)]
         sent_before = group.bytes_sent
-        received = gather_to_root(group, messages[group.rank], sizes, root)
-        assert group.bytes_sent - sent_before == gather_to_root_bytes(group.rank, sizes, root)
-        if group.rank != root:
+        received = gather_to_root(group, messages[group.rank], sizes)
+        assert group.bytes_sent - sent_before == gather_to_root_bytes(group.rank, sizes)
+        if group.rank != 0:
             assert received is None
         else:
             assert received is not None
-            assert all(torch.equal(got, want) for got, want in zip(received, messages, strict=True)), (sizes, root)
+            assert all(torch.equal(got, want) for got, want in zip(received, messages, strict=True)), sizes
 
 
 def _broadcast(group: Group) -> None:
