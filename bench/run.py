@@ -131,12 +131,9 @@ class Bench(ABC, Generic[_Options]):
             print_table(self.console, table)
 
     @contextmanager
-    def watch_others(self, pids: Sequence[int] = ()) -> Iterator[None]:
-        """Record the share of the cores that other programs use meanwhile.
-
-        Processes that the bench starts inside must end inside. ``pids``: its processes that run throughout.
-        """
-        watch = OthersWatch(pids)
+    def watch_others(self) -> Iterator[None]:
+        """Record the share of the cores that other programs use meanwhile. Processes that the bench starts inside must end inside."""
+        watch = OthersWatch()
         yield
         share = self.facts["others_share"] = watch.share()
         if share > QUIET_SHARE:

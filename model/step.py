@@ -55,6 +55,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return phase_of(self.num_decode_rows, self.num_rows)
 
 
+IDLE_PLAN = StepPlan(0, b"", b"", b"", b"", 0, b"")  # of a replica that has nothing to compute in a step
+
+
 def phase_of(num_decode_rows: int, num_rows: int) -> str:
     """Return the ledger's phase of a step. One with any prompt row sends large messages, so it counts as prefill."""
     return "decode" if num_decode_rows == num_rows else "prefill"
@@ -81,11 +84,6 @@ def make_plan(
     rows, slots = _packed(logit_rows), b"" if adapters is None else _packed(adapters)
     given = index, tokens, queries, contexts, tables, num_decode_rows, rows, policy, slots
     return StepPlan(*given, staged, awaits, _packed(rewritten), sampling)
-
-
-def idle_plan(index: int) -> StepPlan:
-    """Return the plan of a replica that has nothing to compute in a step."""
-    return StepPlan(index, b"", b"", b"", b"", 0, b"")
 
 
 def gather_sizes(plans: Sequence[StepPlan]) -> bytes:

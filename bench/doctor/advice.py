@@ -61,13 +61,13 @@ def advise(facts: Facts, tp: int) -> list[Advice]:
     """Problems first, then notes, then options. ``tp``: the number of ranks without a GPU."""
     problems = [f"the probe of {name} {problem}" for name, problem in facts.failures.items()]
     notes: list[str] = []
-    for find in (_check_gpus, _check_host):
-        find(facts, tp, problems, notes)
+    _check_gpus(facts, problems, notes)
+    _check_host(facts, tp, problems, notes)
     found = [*(Advice("problem", text) for text in problems), *(Advice("note", text) for text in notes)]
     return [*found, *_options(facts, tp)]
 
 
-def _check_gpus(facts: Facts, tp: int, problems: list[str], notes: list[str]) -> None:
+def _check_gpus(facts: Facts, problems: list[str], notes: list[str]) -> None:
     torch, num_driver = facts.torch, len(facts.driver.gpus)
     if num_driver and not torch.devices:
         reason = "is a CPU build" if torch.cuda is None else "cannot use them"

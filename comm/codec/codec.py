@@ -140,7 +140,7 @@ def slice_lengths(num_elems: int, num_slices: int, multiple: int = 1) -> list[in
 
 
 def slices_for(num_elems: int, num_slices: int, *codecs: Codec) -> list[int]:
-    """``slice_lengths`` in whole groups of all ``codecs``, whose sizes are powers of two."""
+    """Elements of each slice, rounded up to whole groups of all ``codecs``, whose sizes are powers of two; the last may be short."""
     return slice_lengths(num_elems, num_slices, max(codec.group_elems for codec in codecs))
 
 

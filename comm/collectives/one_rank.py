@@ -1,4 +1,4 @@
-"""Collectives with one rank at one end: broadcast from it, and gather to it."""
+"""Collectives with one rank at one end: broadcast from it, and gather to rank 0."""
 
 from collections.abc import Sequence
 
@@ -25,14 +25,14 @@ def broadcast(group: Group, x: Tensor, root: int = 0, *, phase: str = "", site: 
 
 
 def gather_to_root(
-    group: Group, x: Tensor, sizes: Sequence[int], root: int = 0, *, phase: str = "", site: str = ""
+    group: Group, x: Tensor, sizes: Sequence[int], *, phase: str = "", site: str = ""
 ) -> list[Tensor] | None:
-    """Return all ranks' bytes in rank order on ``root``, and None on the others.
+    """Return all ranks' bytes in rank order on rank 0, and None on the others.
 
     Args:
         x: (sizes[rank],) uint8.
         sizes: the same list on all ranks; some but not all may be zero.
-    Cost: one round; each rank but ``root`` sends the longest size, rounded up to a multiple of 8, because ``exchange``
+    Cost: one round; each rank but 0 sends the longest size, rounded up to a multiple of 8, because ``exchange``
     needs messages of one length.
     """
     if group.world_size == 1:
@@ -40,7 +40,7 @@ def gather_to_root(
     length = -(-max(sizes) // 8) * 8  # so that consecutive messages are aligned for every dtype
     with group.recorded("gather_to_root", "direct", length, phase=phase, site=site):
         padded = x.contiguous() if x.numel() == length else F.pad(x, (0, length - x.numel()))
-        received = group.transport.exchange([padded if rank == root else x[:0] for rank in range(group.world_size)])
-    if group.rank != root:
+        received = group.transport.exchange([padded, *[x[:0]] * (group.world_size - 1)])
+    if group.rank != 0:
         return None
     return [message[:size] for message, size in zip(received, sizes, strict=True)]

@@ -8,8 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import NONE, Codec, check_summable, encode_slices, sum_and_encode, sum_encoded
-from tightwire.comm.collectives.reduce_scatter import reduce_scatter_slices
+from tightwire.comm.codec.codec import (
+    NONE,
+    Codec,
+    check_summable,
+    encode_slices,
+    slices_for,
+    sum_and_encode,
+    sum_encoded,
+)
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.nodes import run_leg
 
@@ -17,7 +24,7 @@ from tightwire.comm.group.nodes import run_leg
 def hierarchical_reduce_scatter(
     group: Group, x: Tensor, inside_codec: Codec = NONE, across_codec: Codec = NONE, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """This rank's slice, (``hierarchical_slices(...)[rank]``,), of the sum of the ranks' flattened tensors.
+    """This rank's slice, (``slices_for(...)[rank]``,), of the sum of the ranks' flattened tensors.
 
     Inside each node first: of N ranks on K nodes of L, (K-1)/K of a tensor leaves every node instead of L (K-1)/K. Each
     leg quantizes each number once, with its own codec. Source: qgZ of ZeRO++ (arXiv 2306.10209, section 3.3).
@@ -39,7 +46,7 @@ def hierarchical_reduce_scatter(
     if x.numel() == 0:
         return x.new_empty(0, dtype=dtype)
     inside, across, ledger = group.nodes.inside, group.nodes.across, group.ledger
-    lengths = hierarchical_slices(x.numel(), group.world_size, inside_codec, across_codec)
+    lengths = slices_for(x.numel(), group.world_size, inside_codec, across_codec)
     exact = inside_codec.exact and across_codec.exact
     exact_bytes = None if exact else (x.numel() - lengths[group.rank]) * x.element_size()
     algorithm = f"hierarchical:{inside_codec.name},{across_codec.name}"
@@ -52,16 +59,11 @@ def hierarchical_reduce_scatter(
             return sum_encoded(received, lengths[group.rank], across_codec, x.dtype).to(dtype)
 
 
-def hierarchical_slices(num_elems: int, world_size: int, inside_codec: Codec, across_codec: Codec) -> list[int]:
-    """Elements of each rank's slice, by rank: ceil(n / W) rounded up to whole groups of both codecs."""
-    return reduce_scatter_slices(num_elems, world_size, inside_codec, across_codec)
-
-
 def hierarchical_bytes(
     rank: int, num_nodes: int, per_node: int, num_elems: int, elem_bytes: int, inside_codec: Codec, across_codec: Codec
 ) -> tuple[int, int]:
     """The bytes that ``rank`` sends (inside, between) nodes: about (L-1)/L a(n), (K-1)/K b(n/L) for codecs a, b."""
-    lengths = hierarchical_slices(num_elems, num_nodes * per_node, inside_codec, across_codec)
+    lengths = slices_for(num_elems, num_nodes * per_node, inside_codec, across_codec)
     by_place = [lengths[place::per_node] for place in range(per_node)]
     node, place = divmod(rank, per_node)
     own = by_place.pop(place)

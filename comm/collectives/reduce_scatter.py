@@ -12,7 +12,7 @@ from tightwire.comm.group.legs import exchange_encoded
 
 
 def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dtype | None = None) -> Tensor:
-    """This rank's slice, (``reduce_scatter_slices(...)[rank]``,), of the sum of the ranks' flattened tensors.
+    """This rank's slice, (``slices_for(...)[rank]``,), of the sum of the ranks' flattened tensors.
 
     One round. The owner sums a slice in float32 in rank order and rounds once to ``dtype`` (default: that of ``x``).
     Error: ``quantized_sum_bound`` and the last rounding. Cost: ``reduce_scatter_bytes``. Raises TypeError for other
@@ -22,7 +22,7 @@ def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dt
     dtype = dtype or x.dtype
     if group.world_size == 1 or x.numel() == 0:
         return x.contiguous().view(-1).to(dtype, copy=True)
-    lengths = reduce_scatter_slices(x.numel(), group.world_size, codec)
+    lengths = slices_for(x.numel(), group.world_size, codec)
     exact_bytes = None if codec.exact else (x.numel() - lengths[group.rank]) * x.element_size()
     with group.recorded("reduce_scatter", codec.label, x.nbytes, exact_bytes):
         received = exchange_encoded(group, x.contiguous().view(-1), lengths, codec)
@@ -30,12 +30,7 @@ def reduce_scatter(group: Group, x: Tensor, codec: Codec = NONE, dtype: torch.dt
             return sum_encoded(received, lengths[group.rank], codec, x.dtype).to(dtype)
 
 
-def reduce_scatter_slices(num_elems: int, world_size: int, *codecs: Codec) -> list[int]:
-    """Elements of each rank's slice: ceil(n / W) rounded up to whole groups; the last ones may be short or empty."""
-    return slices_for(num_elems, world_size, *codecs)
-
-
 def reduce_scatter_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int, codec: Codec = NONE) -> int:
     """Encoded bytes of the other ranks' slices: about (W-1)/W c(n)."""
-    lengths = reduce_scatter_slices(num_elems, world_size, codec)
+    lengths = slices_for(num_elems, world_size, codec)
     return sum(codec.wire_bytes(length, elem_bytes) for owner, length in enumerate(lengths) if owner != rank)

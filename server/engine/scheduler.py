@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tightwire.model.step import StepPlan, idle_plan
+from tightwire.model.step import IDLE_PLAN, StepPlan
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import Drafter
 from tightwire.server.engine.request import Request
@@ -252,7 +252,7 @@ class Replicas:
         steps = [scheduler.schedule(now_s, ahead=ahead) for scheduler in self._schedulers]
         if not any(steps):
             return None
-        plans = [step.plan if step else idle_plan(0) for step in steps]
+        plans = [step.plan if step else IDLE_PLAN for step in steps]
         if len(plans) > 1:
             self._num_planned += 1
             plans = [msgspec.structs.replace(plan, index=self._num_planned) for plan in plans]

@@ -260,8 +260,5 @@ def _refusal(budget: MemoryBudget, reason: str) -> NotEnoughMemoryError:
 
 def _fitting_blocks(ranks: Sequence[RankBytes], pool: Pool) -> int:
     """Blocks that fit in the pool after everything else; for a cache on the host, blocks in the buffers."""
-    return _left_bytes(ranks, pool) // sum(ranks[r].buffer or ranks[r].block for r in pool.ranks)
-
-
-def _left_bytes(ranks: Sequence[RankBytes], pool: Pool) -> int:
-    return max(0, pool.available_bytes - sum(ranks[r].fixed for r in pool.ranks))
+    left_bytes = max(0, pool.available_bytes - sum(ranks[r].fixed for r in pool.ranks))
+    return left_bytes // sum(ranks[r].buffer or ranks[r].block for r in pool.ranks)

@@ -1,5 +1,6 @@
 """all_gather, reduce_scatter, over nodes too, broadcast, gather_to_root and sparse_all_gather: results, bytes, refusals."""
 
+import hashlib
 from collections.abc import Iterator
 from itertools import product
 
@@ -9,16 +10,15 @@ from harness import Over, Runner, run_in_process
 from helpers.comm.collective_bytes import broadcast_bytes, gather_to_root_bytes
 from torch import Tensor
 
-from tightwire.comm.codec.codec import SUMMABLE, parse_codec
+from tightwire.comm.codec.codec import SUMMABLE, parse_codec, slices_for
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound
 from tightwire.comm.collectives.all_gather import (
     all_gather,
-    all_gather_bytes,
     sparse_all_gather,
     sparse_all_gather_bytes,
 )
 from tightwire.comm.collectives.one_rank import broadcast, gather_to_root
-from tightwire.comm.collectives.reduce_scatter import reduce_scatter, reduce_scatter_bytes, reduce_scatter_slices
+from tightwire.comm.collectives.reduce_scatter import reduce_scatter, reduce_scatter_bytes
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.ledger.ledger import Counters
 
@@ -44,7 +44,9 @@ def _gather_each_kind(group: Group) -> None:
             whole = torch.randint(0, 2, (group.world_size, *shape), generator=torch.Generator().manual_seed(1)).to(
                 dtype
             )
+            sent_before = group.bytes_sent
             received = all_gather(group, whole[group.rank])
+            assert group.bytes_sent - sent_before == (group.world_size - 1) * whole[0].nbytes
             assert len(received) == group.world_size
             assert all(torch.equal(got, want) for got, want in zip(received, whole, strict=True)), (dtype, shape)
 
@@ -55,29 +57,16 @@ def _gather_transposed(group: Group) -> None:
     assert all(torch.equal(got, x - group.rank + rank) for rank, got in enumerate(received))
 
 
-def _gather_encoded(group: Group) -> list[Tensor]:
-    results = []
-    for name, num_elems, dtype in product(CODECS, (1, 127, 1029), SUMMABLE):
-        codec, inputs = parse_codec(name), _inputs(group.world_size, num_elems, dtype)
-        sent_before = group.bytes_sent
-        received = all_gather(group, inputs[group.rank], codec)
-        assert group.bytes_sent - sent_before == all_gather_bytes(
-            group.world_size, num_elems, inputs[0].element_size(), codec
-        )
-        for got, x_N in zip(received, inputs, strict=True):
-            assert got.dtype == dtype
-            bound = quantized_total_bound([x_N], x_N.float(), torch.zeros_like(x_N, dtype=torch.float64), codec)
-            assert ((got.double() - x_N.double()).abs() <= bound).all(), (name, num_elems, dtype)
-        results += received
-    return results
+def _digest(x: Tensor) -> str:
+    return hashlib.sha256(x.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _scatter(group: Group) -> list[Tensor]:
+def _scatter(group: Group) -> list[str]:
     """Each rank's slice fits in the whole sum, within the codec's bound; the slices of all ranks cover it."""
     results = []
     for name, num_elems, dtype in product(CODECS, (1, 3, 127, 1029), SUMMABLE):
         codec, inputs = parse_codec(name), _inputs(group.world_size, num_elems, dtype)
-        lengths = reduce_scatter_slices(num_elems, group.world_size, codec)
+        lengths = slices_for(num_elems, group.world_size, codec)
         own = slice(sum(lengths[: group.rank]), sum(lengths[: group.rank + 1]))
         for out_dtype in (None, torch.float32):
             sent_before, x_N = group.bytes_sent, inputs[group.rank].clone()
@@ -91,7 +80,7 @@ def _scatter(group: Group) -> list[Tensor]:
             if out_dtype is None:
                 error_N = quantized_total_bound(inputs, sum_N, error_N, parse_codec("none"))
             assert (_error(got, inputs, own) <= error_N[own]).all(), (name, num_elems, dtype)
-            results.append(got)
+            results.append(_digest(got))
     return results
 
 
@@ -101,20 +90,20 @@ def _error(got: Tensor, inputs: list[Tensor], own: slice) -> Tensor:
 
 def _gather_to_root(group: Group) -> None:
     last = group.world_size - 1
-    for sizes, root in (
-        ([(5 * rank + 3) % 7 for rank in range(group.world_size)], 0),
-        ([8] * group.world_size, last),
-        ([17 * (rank == last) for rank in range(group.world_size)], 0),
+    for sizes in (
+        [(5 * rank + 3) % 7 for rank in range(group.world_size)],
+        [8] * group.world_size,
+        [17 * (rank == last) for rank in range(group.world_size)],
     ):
         messages = [torch.arange(size, dtype=torch.uint8) + 10 * rank for rank, size in enumerate(sizes)]
         sent_before = group.bytes_sent
-        received = gather_to_root(group, messages[group.rank], sizes, root)
-        assert group.bytes_sent - sent_before == gather_to_root_bytes(group.rank, sizes, root)
-        if group.rank != root:
+        received = gather_to_root(group, messages[group.rank], sizes)
+        assert group.bytes_sent - sent_before == gather_to_root_bytes(group.rank, sizes)
+        if group.rank != 0:
             assert received is None
         else:
             assert received is not None
-            assert all(torch.equal(got, want) for got, want in zip(received, messages, strict=True)), (sizes, root)
+            assert all(torch.equal(got, want) for got, want in zip(received, messages, strict=True)), sizes
 
 
 def _broadcast(group: Group) -> None:
@@ -156,7 +145,6 @@ def _counts(group: Group) -> None:
     x = torch.ones(128 * group.world_size, dtype=torch.bfloat16)
     int8 = parse_codec("int8")
     all_gather(group, x)
-    all_gather(group, x, int8)
     reduce_scatter(group, x)
     reduce_scatter(group, x, int8)
     broadcast(group, x, 1)
@@ -167,7 +155,6 @@ def _counts(group: Group) -> None:
     )
     assert list(mine) == [
         ("all_gather", "direct"),
-        ("all_gather", "int8"),
         ("reduce_scatter", "direct"),
         ("reduce_scatter", "int8"),
         ("broadcast", "direct"),
@@ -175,36 +162,34 @@ def _counts(group: Group) -> None:
     ]
     for op, exact_bytes in (("all_gather", others * x.nbytes), ("reduce_scatter", others * 256)):
         assert mine[op, "direct"].bytes_sent == mine[op, "direct"].exact_bytes == exact_bytes
-        assert mine[op, "int8"].exact_bytes == exact_bytes
-        assert mine[op, "int8"].bytes_sent == exact_bytes * 8.25 / 16
+    assert mine["reduce_scatter", "int8"].exact_bytes == others * 256
+    assert mine["reduce_scatter", "int8"].bytes_sent == others * 256 * 8.25 / 16
     assert group.ledger.current() is None
 
 
 @pytest.fixture(scope="module")
-def in_process() -> list[tuple[list[Tensor], list[Tensor]]]:
+def in_process() -> list[list[str]]:
     return run_in_process(3, _all)
 
 
-def test_every_collective_keeps_its_word(runner: Runner, in_process: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+def test_every_collective_keeps_its_word(runner: Runner, in_process: list[list[str]]) -> None:
     """And sums are the same bits over every transport."""
-    for (gathered, summed), (want_gathered, want_summed) in zip(runner.run(_all), in_process, strict=True):
-        assert all(torch.equal(got, want) for got, want in zip(gathered, want_gathered, strict=True))
-        assert all(torch.equal(got, want) for got, want in zip(summed, want_summed, strict=True))
+    assert runner.run(_all) == in_process
 
 
-def _all(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+def _all(group: Group) -> list[str]:
+    """Check each collective; digests of this rank's sums."""
     _gather_each_kind(group)
     _gather_transposed(group)
     _broadcast(group)
     _gather_to_root(group)
     _sparse(group)
-    return _gather_encoded(group), _scatter(group)
+    return _scatter(group)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 5])
 def test_any_number_of_ranks(world_size: int) -> None:
-    for gathered, _ in (per_rank := run_in_process(world_size, _all)):
-        assert all(torch.equal(got, want) for got, want in zip(gathered, per_rank[0][0], strict=True))
+    run_in_process(world_size, _all)
 
 
 def test_counts_what_it_sends(runner: Runner) -> None:
@@ -213,9 +198,6 @@ def test_counts_what_it_sends(runner: Runner) -> None:
 
 def test_refuses_what_it_cannot_do() -> None:
     [group] = in_process_groups(1)
-    int8 = parse_codec("int8")
-    with pytest.raises(TypeError, match="got torch.int64; convert them first"):
-        all_gather(group, torch.arange(3), int8)
     with pytest.raises(TypeError, match="got torch.float64; convert them first"):
         reduce_scatter(group, torch.zeros(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="root must be 0 to 0, got 1"):

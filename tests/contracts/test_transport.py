@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import run_in_process, run_nccl_calls, run_ranks, with_throttle
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from tightwire.comm.group.group import Group
 
@@ -45,12 +45,12 @@ def _check_gather(group: Group) -> None:
         assert group.transport.bytes_sent - before == (num_ranks - 1) * lengths[rank]
 
 
-class _LargestMade(TorchDispatchMode):
+class _LargestMade(TorchFunctionMode):
     """Elements of the largest tensor that was made meanwhile."""
 
     num_elems = 0
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))

@@ -1,4 +1,7 @@
-"""Passes a command's words through the parser of its verb; nothing is started or measured (``train`` with --dry-run)."""
+"""Passes a command's words through the parser of its verb; nothing is started or measured.
+
+``train`` has --dry-run, without its simulated step, which refuses nothing and takes seconds.
+"""
 
 import argparse
 from typing import Any, NoReturn
@@ -8,6 +11,7 @@ import pytest
 from tightwire.__main__ import main
 from tightwire.bench import cli
 from tightwire.server.config import flags
+from tightwire.training.estimate import memory
 
 
 class _ParsedError(Exception):
@@ -28,6 +32,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
             main(argv)
         return
     if verb == "train":
+        monkeypatch.setattr(memory, "activation_bytes", lambda *_, **__: memory.Activations(0, 0))
         assert main(["train", *("pretrain-10m" if word == "my.yaml" else word for word in rest), "--dry-run"]) == 0
         return
     if verb == "serve":

@@ -66,7 +66,8 @@ def _commands(page: Path) -> Iterator[Command]:
                     yield Command(page.relative_to(ROOT).as_posix(), " ".join(line.split()))
 
 
-COMMANDS = list(dict.fromkeys(command for page in PAGES for command in _commands(page)))
+# One that stands on several pages is run as the first one's.
+COMMANDS = list({command.text: command for page in reversed(PAGES) for command in _commands(page)}.values())
 
 
 def _expand(words: list[str]) -> None:
@@ -138,7 +139,8 @@ def _of_results() -> list[str]:
     blocks = [part.strip() for command in _commands(_RESULTS) for part in command.text.split(";")]
     spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`", _RESULTS.read_text())]
     started = re.compile(r"(sudo )?tightwire (bench|serve|train) |torchrun .*-m tightwire train ")
-    return [text for text in dict.fromkeys([*blocks, *spans]) if started.match(text)]
+    elsewhere = {command.text for command in COMMANDS}
+    return [text for text in dict.fromkeys([*blocks, *spans]) if started.match(text) and text not in elsewhere]
 
 
 _OPTIONAL, _EITHER = re.compile(r" \[(-.*?)\](?= |$)"), re.compile(r"^([\w.,-]+)((?:\|[\w.,-]+)+)$")

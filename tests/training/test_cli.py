@@ -18,7 +18,6 @@ from tightwire.post_training import make_engines
 from tightwire.run_page import LOG, SAMPLES
 from tightwire.training.checkpoint.folders import checkpoints_in
 
-_OVERRIDES = ("checkpoint.every=2", "schedule.steps=40")
 _PATIENCE_S = 120.0
 
 
@@ -108,16 +107,6 @@ def test_a_dry_run_and_the_keys_are_printed(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_restarted_and_the_loss_curve_continues_exactly(tmp_path: Path) -> None:
-    overrides = (*_OVERRIDES, "parallel.sharding=zero3")
-    whole = make_config(tmp_path, *overrides, run="whole")
-    train(whole, 2)
-
-    _train_with_a_kill(tmp_path, str(write_config(tmp_path)), *overrides)
-    assert losses(make_config(tmp_path)) == losses(whole)
-
-
-@pytest.mark.slow
 def test_a_rank_killed_in_a_rollout_is_restarted_and_the_same_answers_are_learned_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,25 +133,20 @@ def test_a_rank_killed_in_a_rollout_is_restarted_and_the_same_answers_are_learne
         f"model={{start: {config.model.start}, shape: null, lora: {{rank: 4}}}}",
         f"data={config.data.model_dump_json()}",
     )
-    _train_with_a_kill(tmp_path, str(tmp_path / "run.yaml"), *own, *overrides)
-    assert losses(config) == losses(whole)
-    assert (tmp_path / "run" / SAMPLES).read_text() == (tmp_path / "whole" / SAMPLES).read_text()
-
-
-def _train_with_a_kill(folder: Path, *arguments: str) -> None:
-    """Two ranks of torchrun in the folder's run. One is killed after the first checkpoint, and both start again."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    command = [*torchrun, "--monitor-interval=0.1", "-m", "tightwire", "train", *arguments]
+    command = [*torchrun, "--monitor-interval=0.1", "-m", "tightwire", "train", str(tmp_path / "run.yaml")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, *own, *overrides], env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
-            _wait_for("a whole checkpoint", lambda: checkpoints_in(folder / "run"))
+            _wait_for("a whole checkpoint", lambda: checkpoints_in(tmp_path / "run"))
             os.kill(_children(process.pid)[-1], signal.SIGKILL)
             _, errors = process.communicate(timeout=_PATIENCE_S)
         finally:
             process.kill()
     assert process.returncode == 0, errors
     assert "resuming from" in errors
+    assert losses(config) == losses(whole)
+    assert (tmp_path / "run" / SAMPLES).read_text() == (tmp_path / "whole" / SAMPLES).read_text()
 
 
 def _children(pid: int) -> list[int]:

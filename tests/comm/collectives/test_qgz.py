@@ -8,9 +8,9 @@ from harness import run_in_process, run_ranks
 from helpers.comm.collective_bytes import hierarchical_reduce_scatter_bytes
 from torch import Tensor
 
-from tightwire.comm.codec.codec import SUMMABLE, parse_codec
+from tightwire.comm.codec.codec import SUMMABLE, parse_codec, slices_for
 from tightwire.comm.codec.error_bounds import quantized_sum_bound
-from tightwire.comm.collectives.qgz import hierarchical_reduce_scatter, hierarchical_slices
+from tightwire.comm.collectives.qgz import hierarchical_reduce_scatter
 from tightwire.comm.group.group import Group, in_process_groups
 
 
@@ -28,7 +28,7 @@ def _scatter_over_nodes(group: Group) -> None:
         (("none", "none"), ("int8", "none"), ("none", "int5"), ("int4", "int8-g32")), (1, 5, 127, 1029, 4096), SUMMABLE
     ):
         codecs, inputs = (parse_codec(inside), parse_codec(across)), _inputs(group.world_size, num_elems, dtype)
-        lengths = hierarchical_slices(num_elems, group.world_size, *codecs)
+        lengths = slices_for(num_elems, group.world_size, *codecs)
         own = slice(sum(lengths[: group.rank]), sum(lengths[: group.rank + 1]))
         sent_before = group.bytes_sent
         got = hierarchical_reduce_scatter(group, inputs[group.rank], *codecs, dtype=torch.float32)

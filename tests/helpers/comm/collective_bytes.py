@@ -12,9 +12,9 @@ def broadcast_bytes(rank: int, world_size: int, num_elems: int, elem_bytes: int,
     return (world_size - 1) * num_elems * elem_bytes if rank == root else 0
 
 
-def gather_to_root_bytes(rank: int, sizes: Sequence[int], root: int = 0) -> int:
-    """The longest size, rounded up to a multiple of 8, from each rank but ``root``."""
-    return 0 if rank == root else -(-max(sizes) // 8) * 8
+def gather_to_root_bytes(rank: int, sizes: Sequence[int]) -> int:
+    """The longest size, rounded up to a multiple of 8, from each rank but 0."""
+    return 0 if rank == 0 else -(-max(sizes) // 8) * 8
 
 
 def hierarchical_reduce_scatter_bytes(

@@ -31,22 +31,21 @@ _QUICK: list[Any] = [
     ("layer_ops", "_check_norm", H100),
     ("linear_row", "_check", H100, [(6, 1100)]),
     ("linear_row", "_check_rotated", H100, [torch.bfloat16], [(3, 2, 10, 3)]),
-    ("block_quant", "_check_sizes", H100),
-    ("attention", "_check_chunks", H100),
     ("attention", "_check_interleaved", H100),
-    ("linear_packed", "_check", H100, ["Q4_K"]),
+    ("linear_packed", "_check", H100, ["Q4_0"]),
 ]
 _MORE: list[Any] = [
     ("layer_ops", "_check_swiglu", H100),
     ("linear_row", "_check", A100, [(20, 576), (30, 40), (4102, 40)]),
     ("linear_row", "_check_rotated", A100, [torch.bfloat16], [(5, 1, 8, 4), (60, 2, 64, 32)]),
+    ("block_quant", "_check_sizes", H100),
     ("block_quant", "_check_hard_numbers", A100),
     ("block_quant", "_check_decode_add", H100),
     *(("linear_packed", "_check", A100, [name]) for name in PACKED_FORMATS),
     ("linear_packed", "_check_unpacked", A100),
     ("lora", "_check", H100),
     *(("attention", f"_check_{name}", A100) for name in ("chunks", "interleaved", "mixed", "windows_and_caps")),
-    *(("attention", f"_check_{name}", H100) for name in ("mixed", "parts_of_groups", "8_bits")),
+    *(("attention", f"_check_{name}", H100) for name in ("chunks", "mixed", "parts_of_groups", "8_bits")),
 ]
 _SUMS = [("one-shot", 1100, torch.bfloat16), ("two-shot", 1001, torch.bfloat16), ("flash-int4", 1001, torch.bfloat16)]
 _MORE_SUMS = [("flash-int8-plain", 5003, torch.bfloat16), ("flash:int4-had,int8-g32-ef", 700, torch.bfloat16)]

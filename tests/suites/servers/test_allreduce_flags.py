@@ -12,7 +12,7 @@ from tiny import make_tiny
 
 def test_what_was_asked_for_sums_prompt_rows_and_is_reported(tmp_path: Path) -> None:
     model, name = make_tiny(tmp_path / "tiny"), "hierarchical:int8-g64"
-    flags = ["--tp", "4", "--nodes", "2", "--device", "cpu", "--allreduce", name, "--port", "0"]
+    flags = ["--tp", "2", "--nodes", "2", "--device", "cpu", "--allreduce", name, "--port", "0"]
     with ServerProcess(tmp_path / "temp", str(model), *flags) as server:
         url = server.wait_ready()
         assert complete(url, max_tokens=8).status_code == 200
@@ -37,12 +37,10 @@ def test_what_was_asked_for_sums_prompt_rows_and_is_reported(tmp_path: Path) -> 
     assert f"allreduce {name} for prefill o_proj, prefill down_proj: --allreduce {name}" in server.log
 
 
-_ONE_RANK_SUMS_WRONGLY = (sys.executable, faulty_server.__file__, "sum", "1")
-
-
 def test_auto_goes_on_without_an_algorithm_that_sums_wrongly(tmp_path: Path) -> None:
     flags = [str(make_tiny(tmp_path / "tiny")), "--tp", "2", "--device", "cpu", "--port", "0"]
-    with ServerProcess(tmp_path / "temp", *flags, command=_ONE_RANK_SUMS_WRONGLY) as server:
+    one_rank_sums_wrongly = (sys.executable, faulty_server.__file__, "sum", "1")
+    with ServerProcess(tmp_path / "temp", *flags, command=one_rank_sums_wrongly) as server:
         url = server.wait_ready()
         assert complete(url, max_tokens=4).status_code == 200
         comm: dict[str, Any] = get(f"{url}/comm").json()
@@ -52,11 +50,3 @@ def test_auto_goes_on_without_an_algorithm_that_sums_wrongly(tmp_path: Path) -> 
     assert "replaces one-shot, which failed the self-test" in comm["choices"][0]["reason"]
     assert 'tightwire_comm_selftest_ok{algorithm="one-shot"} 0.0' in metrics
     assert "quarantined one-shot, which failed the self-test: rank 1: " in server.log
-
-
-def test_a_named_algorithm_that_sums_wrongly_is_refused_by_name(tmp_path: Path) -> None:
-    flags = [str(make_tiny(tmp_path / "tiny")), "--tp", "2", "--device", "cpu", "--port", "0"]
-    named = ["--allreduce", "one-shot"]
-    with ServerProcess(tmp_path / "temp", *flags, *named, command=_ONE_RANK_SUMS_WRONGLY) as server:
-        assert server.wait_exit(120) == 1
-    assert "the self-test found one-shot: rank 1: " in server.log and "Choose another --allreduce" in server.log

@@ -193,33 +193,18 @@ def test_prompts_pass_two_hosts_of_two_ranks_and_a_killed_rank_ends_both(
         assert nodes[0].visit(lambda: texts(url, 16, ["auto"])) == alone, "16 requests at once, some cancelled"
         rows = nodes[0].visit(lambda: get(f"{url}/comm").json())["counters"]
         assert before != rows and {"hidden-state", "kv-heads"} <= {row["algorithm"] for row in rows}
-        if same[1] == "1":
-            first.process.kill()
-            assert second.wait_exit(15) == 1
-            assert re.search(r"node 0 \(10\.0\.0\.1\): lost: .*rank 1 \(replica 1\): ", second.log), second.log
-            return
         os.kill(second.ranks()[-1], signal.SIGKILL)
         assert (first.wait_exit(15), second.wait_exit(15)) == (1, 1)
         assert re.search(r"rank 3 \(.*?\) was killed by SIGKILL", first.log), first.log
 
 
-@pytest.mark.parametrize(
-    ("same", "ranks_each"),
-    [
-        (("--tp", "2", "--layout", "pipeline"), 1),
-        (("--tp", "4", "--layout", "pipeline"), 2),
-        (("--tp", "2", "--dp", "2"), 2),
-        (("--tp", "1", "--dp", "2"), 1),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("same", [("--tp", "4", "--layout", "pipeline"), ("--tp", "2", "--dp", "2")], ids=str)
 def test_hosts_that_sum_inside_answer_as_one_of_them_and_a_killed_rank_ends_both(
-    same: tuple[str, ...], ranks_each: int, network: EmulatedNetwork, model: Path, tmp_path: Path
+    same: tuple[str, ...], network: EmulatedNetwork, model: Path, tmp_path: Path
 ) -> None:
-    """A host is a stage, or has a replica. Its ranks answer as they would alone with all layers."""
+    """A host is a stage, or has a replica. Its two ranks answer as they would alone with all layers."""
     nodes = network.nodes
-    options = {"tp": ranks_each, "dtype": torch.bfloat16}
-    alone = {(prompt, "auto"): {greedy_text(model, prompt, 8, **options)} for prompt in _PROMPTS}
+    alone = {(prompt, "auto"): {greedy_text(model, prompt, 8, tp=2, dtype=torch.bfloat16)} for prompt in _PROMPTS}
     with (
         start(tmp_path / "b", nodes[1], model, "--node-rank", "1", *same) as second,
         start(tmp_path / "a", nodes[0], model, "--node-rank", "0", *same) as first,
@@ -227,45 +212,35 @@ def test_hosts_that_sum_inside_answer_as_one_of_them_and_a_killed_rank_ends_both
         url = first.wait_ready()
         assert nodes[0].visit(lambda: texts(url, 16, ["auto"])) == alone, "16 requests at once, some cancelled"
         comm = nodes[0].visit(lambda: get(f"{url}/comm").json())
-        sums = [row for row in comm["counters"] if row["op"] == "all_reduce"]
-        assert bool(sums) == (ranks_each > 1)
+        assert any(row["op"] == "all_reduce" for row in comm["counters"])
         os.kill(second.ranks()[-1], signal.SIGKILL)
         assert (first.wait_exit(15), second.wait_exit(15)) == (1, 1)
-        killed = rf"rank {2 * ranks_each - 1} \(.*?\) was killed by SIGKILL"  # as node 0 heard it, or as node 1 ended
+        killed = r"rank 3 \(.*?\) was killed by SIGKILL"  # as node 0 heard it, or as node 1 ended
         assert re.search(killed, first.log), first.log
 
 
-@pytest.mark.parametrize(("layout", "num_tokens"), [("hybrid", 1), ("pipeline", 8)])
-def test_prompts_pass_four_hosts(layout: str, num_tokens: int, network: EmulatedNetwork, tmp_path: Path) -> None:
-    """Of hybrid the first token, which comes from a prompt's row, has the bits of one rank; later ones sum over the wire.
-
-    A killed rank ends all, and so does the loss of a link that does not lead to node 0, named with both its ends.
-    """
-    model, same = make_tiny(tmp_path / "tiny", num_hidden_layers=4), ("--tp", "4", "--layout", layout)
-    same += ("--rank-timeout-s", "4") if layout == "pipeline" else ()
-    alone = [greedy_text(model, prompt, num_tokens, dtype=torch.bfloat16) for prompt in _PROMPTS]
+def test_rows_pass_four_hosts_and_the_loss_of_a_link_between_two_ends_all(
+    network: EmulatedNetwork, tmp_path: Path
+) -> None:
+    """In a pipeline, whose answers have the bits of one rank. The lost link does not lead to node 0, and is named with both ends."""
+    model = make_tiny(tmp_path / "tiny", num_hidden_layers=4)
+    same = "--tp", "4", "--layout", "pipeline", "--rank-timeout-s", "4"
+    alone = {(prompt, "auto"): {greedy_text(model, prompt, 8, dtype=torch.bfloat16)} for prompt in _PROMPTS}
     with EmulatedNetwork(network.link, num_nodes=4) as four, contextlib.ExitStack() as stack:
         hosts = [
             stack.enter_context(start(tmp_path / str(rank), node, model, "--node-rank", str(rank), *same, num=4))
             for rank, node in enumerate(four.nodes)
         ]
         url, home = hosts[0].wait_ready(*hosts[1:]), four.nodes[0]
-        told = home.visit(lambda: texts(url, 1, ["auto"]))
-        for prompt, text in zip(_PROMPTS, alone, strict=True):
-            (own,) = told[prompt, "auto"]
-            assert own.startswith(text) if layout == "hybrid" else own == text
+        assert home.visit(lambda: texts(url, 1, ["auto"])) == alone
         rows = home.visit(lambda: get(f"{url}/comm").json())["counters"]
-        sent = {row["algorithm"] for row in rows if row["op"] == "deliver"}
-        assert sent == {"hidden-state", "kv-heads" if layout == "hybrid" else "token-ids"}
-        if layout == "pipeline":  # frames from node 1 to node 2 carry an address that no host has
-            lost = ("ip", "neigh", "replace", four.nodes[2].address, "dev", four.nodes[1].interface)
-            four.nodes[1].run(*lost, "lladdr", "02:00:00:00:00:99", "nud", "permanent")
-            assert home.visit(lambda: complete(url, 8)).status_code >= 500
-        else:
-            os.kill(hosts[2].ranks()[-1], signal.SIGKILL)
+        assert {row["algorithm"] for row in rows if row["op"] == "deliver"} == {"hidden-state", "token-ids"}
+        # Frames from node 1 to node 2 carry an address that no host has.
+        lost = ("ip", "neigh", "replace", four.nodes[2].address, "dev", four.nodes[1].interface)
+        four.nodes[1].run(*lost, "lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        assert home.visit(lambda: complete(url, 8)).status_code >= 500
         assert [host.wait_exit(15) for host in hosts] == [1] * 4
         cause = r"lost rank [12] of 4.*rank [12] at 10\.0\.0\.[23]: no acknowledgement for [45] s"
-        cause = cause if layout == "pipeline" else r"rank 2 \(.*?\) was killed by SIGKILL"
         assert re.search(cause, hosts[0].log), hosts[0].log
 
 

@@ -26,8 +26,7 @@ pytest.importorskip("llguidance")
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _MODELS = ("base", "poet", "clerk")  # without an adapter, and the two adapters
 _CONTEXT = 2048
-# 2,304 tokens of 256 bytes over all ranks, about a tenth of what all requests need at once; of 512 with a draft of the same model.
-_CACHES = {"suffix-shared": "576KiB", "draft": "1152KiB"}
+_CACHE = "1152KiB"  # 2,304 tokens of 512 bytes over all ranks, with the draft's; about a tenth of what all requests need at once
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in {
@@ -98,18 +97,18 @@ def make_jobs() -> list[Job]:
     return jobs
 
 
-@pytest.fixture(scope="module", params=["suffix-shared", pytest.param("draft", marks=pytest.mark.slow)])
-def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The model drafts for itself, without the adapters: it is right with the base, and mostly wrong with the others."""
     folder = tmp_path_factory.mktemp("mixed")
     model = make_tiny(folder / "tiny", max_position_embeddings=_CONTEXT)
     config = open_checkpoint(str(model)).config
     adapters = [f"{name}={make_adapter(folder / name, config, seed=seed)}" for seed, name in enumerate(_MODELS[1:])]
-    draft, cache = ("--draft-model", str(model)) if request.param == "draft" else (), _CACHES[request.param]
     arguments = (
         *("--tp", "2", "--port", "0", "--dtype", "bfloat16", "--served-model-name", "base"),
-        *("--max-model-len", str(_CONTEXT), "--max-num-batched-tokens", "128", "--kv-cache-memory", cache),
-        *("--speculation", request.param, *draft, "--plan-ahead", "on", "--lora", adapters[0], "--lora", adapters[1]),
+        *("--max-model-len", str(_CONTEXT), "--max-num-batched-tokens", "128", "--kv-cache-memory", _CACHE),
+        *("--speculation", "draft", "--draft-model", str(model), "--plan-ahead", "on"),
+        *("--lora", adapters[0], "--lora", adapters[1]),
     )
     with ServerProcess(folder / "run", str(model), *arguments) as process:
         yield process.wait_ready()

@@ -15,8 +15,8 @@ def test_steps_equal_those_of_ddp_and_fsdp2(tmp_path: Path) -> None:
     cases = [
         Case(world_size=1, sharding="zero3", rich=True),
         *(Case(world_size=2, sharding=name, rich=False) for name in SHARDINGS),
-        *(Case(world_size=2, sharding=name, rich=True) for name in ("none", "zero1", "zero3")),
-        *(Case(world_size=4, sharding=name, rich=rich) for name in ("zero3", "hybrid") for rich in (False, True)),
+        Case(world_size=2, sharding="zero1", rich=True),
+        *(Case(world_size=4, sharding=name, rich=True) for name in ("zero3", "hybrid")),
     ]
 
     run_ranks(4, beside_torch, str(tmp_path), 3, cases, timeout_s=280, collective_timeout_s=120)

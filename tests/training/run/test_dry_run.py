@@ -126,13 +126,12 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
         dry_run(make_config(tmp_path, "dry_run={ranks: 1, between: 50mbi}"), {})
 
 
-@pytest.mark.parametrize(("name", "ranks", "gib"), [("llama-3-8b", 4, 1.0), ("llama-3-70b", 16, 2.18)])
-def test_frozen_weights_are_planned_with_their_bytes_only(tmp_path: Path, name: str, ranks: int, gib: float) -> None:
+def test_frozen_weights_are_planned_with_their_bytes_only(tmp_path: Path) -> None:
     """Those of 8 billion in 4 bits on 4 ranks are 1 GiB each, and nothing in float32; kept once a node those of the ranks of a node."""
     overrides = (
-        f"model={{start: random:{name}, shape: null, frozen: ['*proj*', '*embed*', 'lm_head*']}}",
+        "model={start: 'random:llama-3-8b', shape: null, frozen: ['*proj*', '*embed*', 'lm_head*']}",
         "parallel={sharding: zero3, frozen_codec: int4, checkpoint_blocks: all, nodes: 2}",
-        f"dry_run.ranks={ranks}",
+        "dry_run.ranks=4",
         "batch.sequences=32",
     )
 
@@ -141,5 +140,5 @@ def test_frozen_weights_are_planned_with_their_bytes_only(tmp_path: Path, name: 
         line = next(line.split() for line in report.splitlines() if line.startswith("    frozen shards"))
         return parse_bytes(line[2]) / 2**30
 
-    assert frozen_gib() == pytest.approx(gib, rel=0.02)  # 4.25 bits each
-    assert frozen_gib("parallel.secondary=true") == pytest.approx(2 * gib, rel=0.02)
+    assert frozen_gib() == pytest.approx(1.0, rel=0.02)  # 4.25 bits each
+    assert frozen_gib("parallel.secondary=true") == pytest.approx(2.0, rel=0.02)
