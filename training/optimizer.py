@@ -30,8 +30,8 @@ def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, 
         optimizer = cls(groups, lr=config.lr, **options)
         names_of_state(optimizer)  # the class refuses some values only in a step
         return optimizer
-    except (TypeError, ValueError, IndexError, AssertionError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"optimizer.options: {config.torch_name} refuses these values: {error}") from None
+    except (TypeError, ValueError, LookupError, AssertionError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"optimizer.options: {cls.__name__} refuses {config.options}: {error}") from None
 
 
 def names_of_state(optimizer: Optimizer) -> set[str]:

@@ -7,6 +7,7 @@ One file without scripts, fonts or links to elsewhere; it needs no package.
 import html
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def write_page(run: Path) -> Path | None:
 def read_log(path: Path) -> list[dict[str, Any]]:
     """Read the records up to the first line that is incomplete or invalid."""
     values = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             value = json.loads(line)
         except ValueError:
@@ -63,6 +64,18 @@ def drop_after(path: Path, step: int) -> None:
         return
     kept = [json.dumps(values) + "\n" for values in read_log(path) if values["step"] <= step]
     write_atomic(path, "".join(kept).encode())
+
+
+def add_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Append the records. Raises OSError: the disk failed; the file is as before."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    except OSError:
+        if path.is_file():
+            os.truncate(path, size)
+        raise
 
 
 def smooth(losses: Sequence[float]) -> list[float]:

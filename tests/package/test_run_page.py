@@ -2,10 +2,13 @@
 
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
-from tightwire.run_page import LOG, PAGE, SAMPLES, write_page
+import pytest
+
+from tightwire.run_page import LOG, PAGE, SAMPLES, add_lines, drop_after, read_log, write_page
 
 
 class _Checker(HTMLParser):
@@ -95,3 +98,31 @@ def test_a_figure_that_is_no_number_is_left_out_of_its_curve(tmp_path: Path) -> 
     [each] = re.findall(r"<polyline class=each points='([^']*)'", text)
     assert len(each.split()) == 2 and "loss 2<" in text
     assert not re.search(r"\b(nan|inf)\b", text)
+
+
+def test_a_log_with_bytes_that_are_no_text_is_read_up_to_them(tmp_path: Path) -> None:
+    path = tmp_path / LOG
+    path.write_bytes(b'{"step": 1}\n{"step": 2, \xff\n{"step": 3}\n')
+    drop_after(path, 5)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_lines_that_a_full_disk_cuts_off_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / SAMPLES
+    add_lines(path, [{"step": 1}])
+    given: list[dict[str, object]] = [{"step": 2, "answer": "x" * 100_000}, {"step": 2, "answer": object()}]
+    monkeypatch.setattr(json, "dumps", _fails_at(given[1]))
+    with pytest.raises(OSError, match="No space left"):
+        add_lines(path, given)
+    assert read_log(path) == [{"step": 1}] and path.read_text() == '{"step": 1}\n'
+
+
+def _fails_at(bad: object) -> Callable[[object], str]:
+    write = json.dumps
+
+    def dumps(value: object) -> str:
+        if value is bad:
+            raise OSError(28, "No space left on device")
+        return write(value)
+
+    return dumps

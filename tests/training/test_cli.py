@@ -48,6 +48,33 @@ def test_a_signal_saves_and_ends(
     assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.shape.hidden_size=1000000000", "can't allocate memory: you tried to allocate"),
+        ("model.shape.hidden_size=1000000000000", "Storage size calculation overflowed"),
+        ("batch={sequences: 1000000000000, micro_sequences: 1000000000000}", "not enough memory"),
+    ],
+)
+def test_missing_memory_is_said_with_what_needs_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, words: str
+) -> None:
+    assert main(["train", str(write_config(tmp_path)), "evaluation.every=2", override]) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"tightwire train: {words}") and "`--dry-run` says what takes how much" in told
+
+
+def test_as_many_blocks_as_there_are_are_recomputed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(make_config(tmp_path, "parallel.checkpoint_blocks=all", "schedule={steps: 1, warmup_steps: 0}"))
+    assert "sharding none, 3 blocks recomputed, in the folder" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_a_size_that_none_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for size in (100, 1 << 25):
+        assert main(["train", str(write_config(tmp_path)), f"model.tokenizer=bpe:{size}"]) == 2
+        assert f"bpe:{size} is not possible; give bpe:260 to bpe:16777216" in capsys.readouterr().err
+
+
 def test_refusals_and_failures_have_different_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(write_config(tmp_path))
 

@@ -51,10 +51,16 @@ def test_what_an_optimizer_keeps_depends_on_its_options(values: dict[str, Any], 
 def test_unknown_optimizer_options_are_refused() -> None:
     with pytest.raises(ValueError, match=r"AdamW has no option 'beta'; did you mean 'betas'\?"):
         _make(options={"beta": 1})
-    with pytest.raises(ValueError, match="AdamW refuses these values: Invalid beta"):
+    with pytest.raises(ValueError, match="AdamW refuses .*: Invalid beta"):
         _make(options={"betas": [2, 2]})
-    for options in ({"betas": [0.9]}, {"eps": "small"}, {"capturable": True}, {"differentiable": True}):
-        with pytest.raises(ValueError, match=r"optimizer.options: AdamW refuses these values: ."):
+    for options in (
+        {"betas": [0.9]},
+        {"betas": {"first": 0.9}},
+        {"eps": "small"},
+        {"capturable": True},
+        {"differentiable": True},
+    ):
+        with pytest.raises(ValueError, match=r"optimizer.options: AdamW refuses .*: ."):
             _make(options=options)
     with pytest.raises(ValueError, match="options.eps must be finite, got nan"):
         OptimizerConfig(options={"eps": float("nan")})

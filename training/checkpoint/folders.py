@@ -97,7 +97,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     try:
         description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: is not a checkpoint of `tightwire train`: {error}") from None
+        raise CheckpointError(f"{folder}: is not a checkpoint of `tightwire train`: {error}{_advice(folder)}") from None
     if not isinstance(description, dict) or "format" not in description:
         raise CheckpointError(f"{folder}: is not a checkpoint of `tightwire train`: {_DESCRIPTION} has no format")
     if (found := description.pop("format")) != _FORMAT:

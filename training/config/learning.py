@@ -3,15 +3,16 @@
 import math
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.group.topology import Topology
+from tightwire.training.config.optimizer import Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class LoraConfig(Section):
     """LoRA: trains low-rank matrices beside frozen linear layers; {} has these defaults."""
 
     rank: PositiveInt = 16
@@ -25,7 +26,7 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-class AnswersConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class AnswersConfig(Section):
     """What both have: how answers are sampled, rewarded and weighed. ``minibatches``: optimizer steps that divide the answers."""
 
     section: ClassVar[str]
@@ -44,7 +45,7 @@ class AnswersConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
     most_weight: PositiveFloat = Field(default=2.0, description="largest importance weight of a sampled token")
 
 
-class GrpoConfig(AnswersConfig, frozen=True):
+class GrpoConfig(AnswersConfig):
     """GRPO, the loss of data.kind prompts: groups of answers that the model samples, and what rewards say of them."""
 
     section: ClassVar[str] = "grpo"
@@ -58,7 +59,7 @@ class GrpoConfig(AnswersConfig, frozen=True):
     updates: PositiveInt = Field(default=1, description="optimizer steps with the same answers")
 
 
-class PpoConfig(AnswersConfig, frozen=True):
+class PpoConfig(AnswersConfig):
     """PPO instead of GRPO: a critic, an adapter of its own over the same base, says what to expect at each token; {} has these defaults."""
 
     section: ClassVar[str] = "ppo"
@@ -80,7 +81,7 @@ class PpoConfig(AnswersConfig, frozen=True):
         return self.epochs * self.minibatches
 
 
-class RolloutConfig(BaseModel, extra="forbid", frozen=True):
+class RolloutConfig(Section):
     """The engine that answers prompts. The names are those of a server's options."""
 
     tp: PositiveInt = Field(
@@ -110,7 +111,7 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True):
             raise ValueError(f"rollout.tp={self.tp}: these ranks can answer in groups of {possible}")
 
 
-class DistillConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class DistillConfig(Section):
     """Distillation, the loss of data.kind distill: the KL to a target's most likely tokens, in answers that it gave once."""
 
     target: str = Field(min_length=1, description="the model that answers; the learning one has its vocabulary")

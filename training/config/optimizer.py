@@ -6,7 +6,7 @@ Names torch's optimizers as text, so that reading a configuration does not impor
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 # An optimizer here sees shards of flat parameters, each with elements of many matrices.
 _REFUSED = {
@@ -20,7 +20,23 @@ _NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RA
 _TORCH_NAMES = {name.lower(): name for name in (*_NAMES, *_REFUSED)}
 
 
-class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class Section(BaseModel):
+    """One level of the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_flags_as_numbers(cls, values: Any) -> Any:
+        """Refuse true and false where a number belongs; pydantic takes them as 1 and 0."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            is_flag = any(type(each) is bool for each in (value if isinstance(value, list) else [value]))
+            if is_flag and name in cls.model_fields and cls.model_fields[name].annotation is not bool:
+                raise ValueError(f"{name} must not be true or false, got {value}")
+        return values
+
+
+class OptimizerConfig(Section):
     """Any optimizer of torch that works element by element."""
 
     name: str = Field(default="adamw", description="a class of torch.optim")
@@ -62,11 +78,11 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
         return self
 
 
-Sparsity = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=0)]
 
 
-class _Options(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class _Options(Section):
     @property
     def takes_all_sums(self) -> bool:
         """True if the compressor begins after backward, with all gradients."""
@@ -76,13 +92,13 @@ class _Options(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         """Raises ValueError: the compressor does not work with ``optimizer``, or both would do the same work."""
 
 
-class DenseOptions(_Options, frozen=True):
+class DenseOptions(_Options):
     """Every element, exactly."""
 
     kind: Literal["dense"] = "dense"
 
 
-class QuantizedOptions(_Options, frozen=True):
+class QuantizedOptions(_Options):
     """Every element, encoded: qgZ's sum between nodes, returned to every replica."""
 
     kind: Literal["quantized"] = "quantized"
@@ -90,10 +106,10 @@ class QuantizedOptions(_Options, frozen=True):
     gather_codec: str = Field(default="int8", description="codec of the sum sent back")
 
 
-class SparseOptions(_Options, frozen=True):
+class SparseOptions(_Options):
     """Options of both sparse compressors. The article's warm-up of ``sparsity`` is 0.75, 0.9375, 0.984375, 0.996."""
 
-    sparsity: tuple[Sparsity, ...] = Field(
+    sparsity: tuple[Share, ...] = Field(
         default=(0.999,), min_length=1, description="shares of elements that are not sent, one after the other"
     )
     rampup_begin_step: Count = Field(default=0, description="steps before it are dense")
@@ -123,29 +139,25 @@ class SparseOptions(_Options, frozen=True):
         return dense | dict(zip(firsts, self.sparsity, strict=True))
 
 
-class TopKOptions(SparseOptions, frozen=True):
+class TopKOptions(SparseOptions):
     """The largest elements; the rest is added to the next gradient. Works with any optimizer."""
 
     kind: Literal["top-k"] = "top-k"
 
 
-class DgcOptions(SparseOptions, frozen=True):
+class DgcOptions(SparseOptions):
     """Deep gradient compression: top-k of momentum SGD's velocities. Replaces the optimizer's momentum."""
 
     kind: Literal["dgc"] = "dgc"
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Share = 0.9
     nesterov: bool = False
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     mask_momentum: bool = Field(default=True, description="clear the momentum of elements that were sent")
 
-    @model_validator(mode="after")
-    def _check_nesterov(self) -> "DgcOptions":
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs a momentum above 0")
-        return self
-
     def check_optimizer(self, optimizer: OptimizerConfig) -> None:
         name, given = optimizer.torch_name, optimizer.options
+        if self.nesterov and not self.momentum:
+            raise ValueError("parallel.between.nesterov needs a momentum above 0")
         if name != "SGD":
             raise ValueError(
                 f"parallel.between.kind=dgc needs SGD, but optimizer.name is "

@@ -13,6 +13,7 @@ from tightwire.option import suggest
 from tightwire.training.config.tree import TrainConfig
 
 EXAMPLES = Path(__file__).parent / "examples"
+_UNIONS = "between", "checkpoint_blocks"
 
 
 class ConfigError(ValueError):
@@ -67,7 +68,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+"), "-+0123456789")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+\Z"), "-+0123456789")
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -103,8 +104,8 @@ def _lines(error: ValidationError) -> Iterator[str]:
 
 
 def _place(loc: Sequence[int | str]) -> Iterator[str]:
-    """Drop the union member that pydantic adds after ``between``, the only union of sections; the file has no such key."""
-    return (str(part) for before, part in zip(["", *loc], loc, strict=False) if before != "between")
+    """Drop the member that pydantic adds after the name of a union; the file has no such key."""
+    return (str(part) for before, part in zip(["", *loc], loc, strict=False) if before not in _UNIONS)
 
 
 def _nearest(name: str) -> str:

@@ -4,15 +4,13 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.learning import DistillConfig, GrpoConfig, LoraConfig, PpoConfig, RolloutConfig
-from tightwire.training.config.optimizer import CompressorOptions, Count, DenseOptions, OptimizerConfig
+from tightwire.training.config.optimizer import CompressorOptions, Count, DenseOptions, OptimizerConfig, Section, Share
 from tightwire.training.config.sharding import SHARDINGS
 
-Share = Annotated[float, Field(ge=0, lt=1)]
-Size = Annotated[int, Field(gt=0, strict=True)]  # strict rejects `true`
 BYTES = "bytes"  # the byte tokenizer, which needs no file
 BPE = "bpe:"
 Prefetch = Literal["explicit", "forward", "backward", "implicit"]
@@ -22,23 +20,17 @@ ENGLISH, CHATS, PREFERENCES = "english-prose", "example-chats", "example-prefere
 PROMPTS = "example-prompts"
 
 
-class Section(BaseModel):
-    """One level of the tree."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
 class ShapeConfig(Section):
     """Sizes of a new model, by the names of a config.json."""
 
-    hidden_size: Size
-    num_hidden_layers: Size
-    num_attention_heads: Size
-    num_key_value_heads: Size | None = Field(default=None, description="null: as many as attention heads")
-    head_dim: Size | None = Field(default=None, description="null: hidden_size / num_attention_heads")
-    intermediate_size: Size
-    vocab_size: Size | None = Field(default=None, description="null: the tokenizer's")
-    max_position_embeddings: Size = 2048
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = Field(default=None, description="null: as many as attention heads")
+    head_dim: PositiveInt | None = Field(default=None, description="null: hidden_size / num_attention_heads")
+    intermediate_size: PositiveInt
+    vocab_size: PositiveInt | None = Field(default=None, description="null: the tokenizer's")
+    max_position_embeddings: PositiveInt = 2048
     rms_norm_eps: PositiveFloat = 1e-5
     rope_theta: PositiveFloat = 10000.0
     tie_word_embeddings: bool = True
@@ -99,12 +91,6 @@ class DataConfig(Section):
     sequence_tokens: PositiveInt = Field(default=512, description="tokens per sequence")
     shuffle_documents: Count = Field(default=4096, description="window to draw documents from; 0: in order")
 
-    @model_validator(mode="after")
-    def _one_split(self) -> "DataConfig":
-        if self.held_out_files and "held_out" in self.model_fields_set and self.held_out:
-            raise ValueError("give held_out (a share) or held_out_files, not both")
-        return self
-
 
 class BatchConfig(Section):
     """Sequences of an optimizer step, independent of the number of ranks."""
@@ -132,12 +118,6 @@ class ScheduleConfig(Section):
     kind: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="the decay after the warm-up")
     warmup_steps: Count = Field(default=0, description="steps in which the rate rises to its peak")
     final_share: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, description="share of the peak at the end")
-
-    @model_validator(mode="after")
-    def _warmup_fits(self) -> "ScheduleConfig":
-        if self.warmup_steps > self.steps:
-            raise ValueError(f"warmup_steps={self.warmup_steps} are more than steps={self.steps}")
-        return self
 
 
 class ParallelConfig(Section):
@@ -174,7 +154,7 @@ class ParallelConfig(Section):
     between: Annotated[CompressorOptions, Field(discriminator="kind")] = Field(
         default=DenseOptions(), description="how replicas sum gradients (sharding none, hybrid)"
     )
-    timeout_s: PositiveFloat = Field(default=300.0, description="longest wait for another rank")
+    timeout_s: PositiveFloat = Field(default=300.0, le=1e9, description="longest wait for another rank")
 
     @model_validator(mode="after")
     def _options_agree(self) -> "ParallelConfig":
@@ -303,6 +283,11 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> "TrainConfig":
         self.parallel.between.check_optimizer(self.optimizer)
+        data, schedule = self.data, self.schedule
+        if data.held_out_files and "held_out" in data.model_fields_set and data.held_out:
+            raise ValueError("data: give held_out (a share) or held_out_files, not both")
+        if schedule.warmup_steps > schedule.steps:
+            raise ValueError(f"schedule: warmup_steps={schedule.warmup_steps} are more than steps={schedule.steps}")
         if self.data.kind == "preferences" and self.model.lora is None:
             raise ValueError(
                 "data.kind=preferences: DPO's reference is the model without its adapter, and a reward model has one; set model.lora={}"

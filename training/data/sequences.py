@@ -90,7 +90,7 @@ def endless_sequences(
             index += 1
         if index == begin:
             raise DataError(
-                f"the data does not fill one sequence of {pack.sequence_tokens} tokens; add data, or lower data.sequence_tokens"
+                f"what is not held out fills no sequence of {pack.sequence_tokens} tokens; add data, or lower data.sequence_tokens"
             )
         epoch, epoch_sequences = epoch + 1, index - begin
 

@@ -12,7 +12,6 @@ from tightwire.training.config.tree import PACKED, Prefetch, TrainConfig
 from tightwire.training.engine.flat_parameters import ENDS, Bucket
 
 Path = Literal["flat", "hierarchical"]
-_ALL = 1 << 30  # blocks
 # These need a conversion from the configuration.
 _OWN = ("sharding", "compute_dtype", "reduce_dtype", "checkpoint_blocks")
 
@@ -74,7 +73,7 @@ def engine_options(config: TrainConfig) -> EngineOptions:
             sharding=SHARDINGS[config.parallel.sharding],
             compute_dtype=getattr(torch, config.model.compute_dtype),
             reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
-            checkpoint_blocks=blocks if isinstance(blocks, int) else {"all": _ALL, "auto": 0}[blocks],
+            checkpoint_blocks=blocks if isinstance(blocks, int) else {"all": 1 << 30, "auto": 0}[blocks],
             **{name: getattr(config.parallel, name) for name in names},
         )
     except ValueError as error:

@@ -4,7 +4,6 @@
 no server.
 """
 
-import json
 import math
 import pkgutil
 import random
@@ -20,7 +19,7 @@ from torch import Tensor
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.topology import Topology
 from tightwire.model.adapters.peft import CONFIG_FILE
-from tightwire.run_page import SAMPLES, drop_after
+from tightwire.run_page import SAMPLES, add_lines, drop_after
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import Prompt
 from tightwire.training.data.documents import DataError, RunData
@@ -78,11 +77,10 @@ def find_reward(name: str, device: torch.device) -> Reward:
         sys.path.append("")  # modules of the folder that the run is started in
     try:
         found = pkgutil.resolve_name(name) if ":" in name else None
-    except Exception as error:  # noqa: BLE001, a module of the user's may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001, a module of the user's may raise anything
         raise ValueError(f"rewards: {name} cannot be imported: {error!r}") from None
-    is_function = callable(found)
-    if not is_function:
-        raise ValueError(f"rewards: {name} is neither a function, package.module:name, nor a reward model's folder")
+    if not callable(found):
+        raise ValueError(f"rewards: {name} is neither a function, package.module:name, nor a reward model's folder")  # noqa: TRY004 - of a value in the configuration
     return found  # pyright: ignore[reportReturnType]
 
 
@@ -97,7 +95,7 @@ def rewards_of_answers(
         try:
             values = list(reward(prompts=[prompt.messages for prompt in prompts], completions=[*texts], **columns))
             numbers = [float(value) for value in values]
-        except Exception as error:  # noqa: BLE001, the user's function may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001, the user's function may raise anything
             raise DataError(f"the reward {name} failed: {error!r}") from None
         if len(numbers) != len(texts):
             raise DataError(f"the reward {name} returned {len(numbers)} numbers for {len(texts)} answers")
@@ -119,10 +117,11 @@ class Rollouts:
         open_sampler: OpenSampler,
         group: Group,
         step: int,
+        say: Callable[[str], None],
     ) -> None:
         """``group``: the ranks that answer together. ``step``: later lines of samples are dropped. ValueError: no such reward."""
         assert isinstance(trained.objective, OfAnswers)
-        self._objective = trained.objective
+        self._objective, self._say = trained.objective, say
         self.config, self._batch = config.answers, config.batch
         self._seed, self._tokenizer, self._trained, self._control = config.seed, start.tokenizer, trained, control
         with control.failing_together(ValueError):
@@ -243,5 +242,9 @@ class Rollouts:
             **self._spent,
         }
         if self._control.rank == 0:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
+            try:
+                add_lines(self._path, records)
+            except (
+                OSError
+            ) as error:  # keep training, as without lines of the log: a full disk may have room again later
+                self._say(f"WARNING: {self._path} misses the answers of step {records[0]['step']}: {error}")

@@ -144,7 +144,7 @@ class Run:
             if config.data.kind == "prompts":
                 with control.failing_together(ValueError):
                     shared = control, self._need_engines().open, self._answering
-                    rollouts = Rollouts(config, start, trained, *shared, step)
+                    rollouts = Rollouts(config, start, trained, *shared, step, terminal.say)
             has_held_out = self._data.held_out_documents is not None or self._data.held_out_share > 0
             if config.evaluation.every and (rollouts is None or has_held_out):
                 held_out: Any = held_out_sequences(self._data, pack)
@@ -242,11 +242,11 @@ class Run:
         return checkpoint, step, position, description.get("answers")
 
     def _describe_start(self, checkpoint: Path | None) -> str:
-        config, world_size = self._config, self._control.world_size
+        config, world_size, engine = self._config, self._control.world_size, self._trained.engine
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
         start = "random weights" if config.model.shape is not None else self._start.name
         begins = f"resuming from {checkpoint}" if checkpoint else f"training from {start}"
-        count = self._trained.engine.options.checkpoint_blocks
+        count = min(engine.options.checkpoint_blocks, len(engine.plan.block_modules))
         how = f"sharding {config.parallel.sharding}{f', {count} blocks recomputed' if count else ''}"
         return f"{begins}: {config.schedule.steps} steps on {ranks}, {how}, in the folder {self._folder}"
 

@@ -248,10 +248,9 @@ def train_bpe(
     Ids 0..3 are the special tokens of the byte tokenizer, so its chat template works here too. Raises ValueError: the size is too
     small, there is too little text for it, or a run that ``resumes`` has one of another size or other files.
     """
-    if vocab_size < len(SPECIAL) + 256:
-        raise ValueError(
-            f"model.tokenizer: bpe:{vocab_size} is too small for bytes and special tokens; give bpe:{len(SPECIAL) + 256} or more"
-        )
+    least, most = len(SPECIAL) + 256, 1 << 24  # bytes and special tokens; the trainer aborts without memory for all
+    if not least <= vocab_size <= most:
+        raise ValueError(f"model.tokenizer: bpe:{vocab_size} is not possible; give bpe:{least} to bpe:{most}")
     made_of, path = {"size": vocab_size, "files": files}, keep_in / "made_of.json"
     kept = json.loads(path.read_text()) if path.is_file() else None
     is_kept = (keep_in / "tokenizer.json").is_file() and (kept == made_of or resumes)

@@ -150,7 +150,6 @@ def test_the_shapes_of_these_tests_are_as_stated() -> None:
         (TopKOptions, {"clip_norm": 0.0}, "greater than 0"),
         (DgcOptions, {"dense_below": -1}, "dense_below"),
         (DgcOptions, {"momentum": 1.0}, "less than 1"),
-        (DgcOptions, {"momentum": 0.0, "nesterov": True}, "nesterov needs a momentum"),
         (DgcOptions, {"weight_decay": -0.1}, "greater than or equal to 0"),
     ],
 )

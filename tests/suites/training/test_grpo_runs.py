@@ -1,6 +1,7 @@
 """Runs of GRPO whose answers come from the server's engine in the same process."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, make_prompt_config, train
 from tiny import VARIANTS
 
+from tightwire import run_page
 from tightwire.comm.group.topology import Topology
 from tightwire.post_training import make_engines
 from tightwire.run_page import SAMPLES
@@ -18,6 +20,7 @@ from tightwire.training.config.learning import PpoConfig
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
+from tightwire.training.run import rollouts
 from tightwire.training.run.loop import BrokenDataError
 from tightwire.training.run.rollouts import find_reward
 from tightwire.training.start.reward import RewardModel
@@ -50,6 +53,10 @@ def returns_nan(completions: list[str], **_: Any) -> list[float]:
 
 def returns_too_few(completions: list[str], **_: Any) -> list[float]:
     return [1.0]
+
+
+def ends_the_program(completions: list[str], **_: Any) -> list[float]:
+    sys.exit(3)
 
 
 def says_the_same(completions: list[str], **_: Any) -> list[float]:
@@ -228,11 +235,30 @@ def test_a_reward_that_fails_ends_the_run_with_its_weights_saved(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("reward", "message"),
-    [("returns_nan", "is nan for the answer"), ("returns_too_few", "returned 1 numbers for 16 answers")],
+    [
+        ("returns_nan", "is nan for the answer"),
+        ("returns_too_few", "returned 1 numbers for 16 answers"),
+        ("ends_the_program", r"failed: SystemExit\(3\)"),
+    ],
 )
 def test_wrong_rewards_are_named(tmp_path: Path, reward: str, message: str) -> None:
     with pytest.raises(DataError, match=f"the reward test_grpo_runs:{reward} {message}"):
         _train(_config(tmp_path, reward=reward))
+
+
+def test_answers_that_a_full_disk_does_not_take_are_named_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def add_lines(path: Path, records: list[dict[str, Any]]) -> None:
+        if records[0]["step"] == 2:
+            raise OSError(28, "No space left on device")
+        run_page.add_lines(path, records)
+
+    monkeypatch.setattr(rollouts, "add_lines", add_lines)
+    config = _config(tmp_path, "schedule={steps: 3, warmup_steps: 0}")
+    _train(config, 2)
+    assert len(log_lines(config)) == 3 and {sample["step"] for sample in _samples(config)} == {1, 3}
+    assert f"WARNING: {tmp_path}/run/{SAMPLES} misses the answers of step 2: [Errno 28]" in capsys.readouterr().err
 
 
 def test_missing_rewards_prompts_and_room_are_refused(tmp_path: Path) -> None:

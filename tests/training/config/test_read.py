@@ -26,6 +26,13 @@ def test_overrides_replace_values_of_the_file(tmp_path: Path) -> None:
     assert read_config(write_config(tmp_path), ["optimizer.options.eps=1e-8"]).optimizer.options["eps"] == 1e-8
 
 
+def test_text_that_begins_like_a_number_is_text(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    path.write_text(path.read_text().replace(f"run: {tmp_path}/run", "run: 3e8f2a"))
+    assert read_config(path).run == "3e8f2a"
+    assert read_config(path, ["run=1e-4-clipped", "schedule.steps=1e3"]).run == "1e-4-clipped"
+
+
 def test_unknown_keys_are_refused_with_a_suggestion(tmp_path: Path) -> None:
     message = _refused(
         write_config(tmp_path), "optimizer.lrr=1", "steps=3", "parallel.between={kind: dgc, sparsitty: 0}"
@@ -80,7 +87,15 @@ def test_unsupported_weight_decay_is_off_by_default_and_refused_when_set(tmp_pat
         ("model.dtype=float32", "unknown key model.dtype; model has start, shape, tokenizer, compute_dtype"),
         ("optimizer.learning_rate=1", "unknown key optimizer.learning_rate; optimizer has name, lr"),
         ("model.shape.hiden_size=4", "unknown key model.shape.hiden_size; did you mean 'model.shape.hidden_size'?"),
-        ("model.shape.hidden_size=true", "model.shape.hidden_size: Input should be a valid integer"),
+        ("model.shape.hidden_size=true", "model.shape: hidden_size must not be true or false, got True"),
+        ("schedule.steps=true", "schedule: steps must not be true or false, got True"),
+        ("optimizer.lr=yes", "optimizer: lr must not be true or false, got True"),
+        ("seed=false", "seed must not be true or false, got False"),
+        ("model.layers=[0, true]", "model: layers must not be true or false"),
+        ("parallel.between={kind: top-k, sparsity: [0.9, false]}", "parallel.between: sparsity must not be true"),
+        ("parallel.checkpoint_blocks=-1", "parallel.checkpoint_blocks: Input should be greater than or equal to 0"),
+        ("parallel.timeout_s=1e10", "parallel.timeout_s: Input should be less than or equal to 1000000000"),
+        ("optimizer.lr=1e-3x", "optimizer.lr: Input should be a valid number"),
     ],
 )
 def test_invalid_values_are_refused(tmp_path: Path, override: str, words: str) -> None:

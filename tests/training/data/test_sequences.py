@@ -51,7 +51,7 @@ def test_an_endless_stream_resumes_at_any_position(position: int) -> None:
 
 def test_data_that_does_not_fill_a_sequence_is_refused() -> None:
     stream = endless_sequences(lambda epoch: ["abc"], Packer(_encode, 9, _END))
-    with pytest.raises(DataError, match="does not fill one sequence of 9 tokens"):
+    with pytest.raises(DataError, match="what is not held out fills no sequence of 9 tokens"):
         next(stream)
 
 
