@@ -1,4 +1,4 @@
-"""All-gather: every rank gets all ranks' tensors. ``gather_shards`` gathers encoded weights, as qwZ of ZeRO++ does.
+"""All-gather: every rank gets all ranks' tensors. With a codec also qwZ, the quantized weights of ZeRO++ (arXiv 2306.10209).
 
 ``sparse_all_gather`` gathers pairs of an index and a value, such as the sparse gradients of DGC (1712.01887).
 """
@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Codec, as_bytes, check_summable
+from tightwire.comm.codec.codec import NONE, Codec, as_bytes, check_summable
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import Moved
 
@@ -14,16 +14,31 @@ _INDEX_TYPES = (torch.int32, torch.int64)
 _COUNT_BYTES = 8
 
 
-def all_gather(group: Group, x: Tensor, *, phase: str = "", site: str = "") -> list[Tensor]:
-    """The ranks' tensors in rank order; all have the shape and dtype of ``x``. Cost: (W-1) M bytes, one round.
+def all_gather(group: Group, x: Tensor, codec: Codec = NONE, *, phase: str = "", site: str = "") -> list[Tensor]:
+    """The ranks' tensors in rank order; all have the shape and dtype of ``x``. Cost: ``all_gather_bytes``, one round.
 
-    Any dtype. This rank's entry may share memory with ``x``.
+    Without a codec any dtype is allowed, and this rank's entry may share memory with ``x``. With a codec every entry,
+    this rank's too, is decoded from its encoding: all ranks hold the same bits. Raises TypeError for a dtype that
+    cannot be encoded.
     """
+    if not codec.exact:
+        check_summable(x)
     if group.world_size == 1 or x.numel() == 0:
         return [x.contiguous() for _ in range(group.world_size)]
-    with group.recorded("all_gather", "direct", x.nbytes, phase=phase, site=site):
-        received = group.transport.gather(as_bytes(x.contiguous().view(-1)))
-        return [buf.view(x.dtype).view(x.shape) for buf in received]
+    coding = group.ledger.coding_if(not codec.exact)
+    exact_bytes = None if codec.exact else all_gather_bytes(group.world_size, x.numel(), x.element_size())
+    with group.recorded("all_gather", codec.label, x.nbytes, exact_bytes, phase=phase, site=site):
+        flat_N = x.contiguous().view(-1)
+        with coding:
+            encoded = codec.encode(flat_N)
+        received = group.transport.gather(encoded)
+        with coding:
+            return [codec.decode(buf, flat_N.numel(), x.dtype).view(x.shape) for buf in received]
+
+
+def all_gather_bytes(world_size: int, num_elems: int, elem_bytes: int, codec: Codec = NONE) -> int:
+    """(W-1) c(n), where c is ``codec.wire_bytes``."""
+    return (world_size - 1) * codec.wire_bytes(num_elems, elem_bytes)
 
 
 def all_gather_into(
