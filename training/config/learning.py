@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.group.topology import Topology
-from tightwire.training.config.optimizer import Section
+from tightwire.training.config.section import Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -6,7 +6,9 @@ Names torch's optimizers as text, so that reading a configuration does not impor
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from tightwire.training.config.section import Count, Section, Share
 
 # An optimizer here sees shards of flat parameters, each with elements of many matrices.
 _REFUSED = {
@@ -15,25 +17,8 @@ _REFUSED = {
     "LBFGS": "it computes the loss several times per step",
     "SparseAdam": "it needs sparse gradients",
 }
-_WITHOUT_DECAY = ("Rprop",)
 _NAMES = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 _TORCH_NAMES = {name.lower(): name for name in (*_NAMES, *_REFUSED)}
-
-
-class Section(BaseModel):
-    """One level of the configuration."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_flags_as_numbers(cls, values: Any) -> Any:
-        """Refuse true and false where a number belongs; pydantic takes them as 1 and 0."""
-        for name, value in values.items() if isinstance(values, dict) else ():
-            is_flag = any(type(each) is bool for each in (value if isinstance(value, list) else [value]))
-            if is_flag and name in cls.model_fields and cls.model_fields[name].annotation is not bool:
-                raise ValueError(f"{name} must not be true or false, got {value}")
-        return values
 
 
 class OptimizerConfig(Section):
@@ -54,7 +39,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _decay_where_there_is_one(cls, values: Any) -> Any:
-        if isinstance(values, dict) and _TORCH_NAMES.get(str(values.get("name")).lower()) in _WITHOUT_DECAY:
+        if isinstance(values, dict) and str(values.get("name")).lower() == "rprop":
             return {"weight_decay": 0.0, **values}
         return values
 
@@ -66,7 +51,7 @@ class OptimizerConfig(Section):
             raise ValueError(f"there is no optimizer {self.name!r}; choose one of {possible}")
         if name in _REFUSED:
             raise ValueError(f"{name} does not work on shards: {_REFUSED[name]}; choose one of {possible}")
-        if name in _WITHOUT_DECAY and self.weight_decay:
+        if name == "Rprop" and self.weight_decay:
             raise ValueError(f"{name} has no weight decay; remove weight_decay, or choose another optimizer")
         for option in ("lr", "weight_decay", "params"):
             if option in self.options:
@@ -76,10 +61,6 @@ class OptimizerConfig(Section):
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
                 raise ValueError(f"options.{option} must be finite, got {value}")
         return self
-
-
-Share = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=0)]
 
 
 class _Options(Section):

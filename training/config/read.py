@@ -13,7 +13,6 @@ from tightwire.option import suggest
 from tightwire.training.config.tree import TrainConfig
 
 EXAMPLES = Path(__file__).parent / "examples"
-_UNIONS = "between", "checkpoint_blocks"
 
 
 class ConfigError(ValueError):
@@ -105,7 +104,7 @@ def _lines(error: ValidationError) -> Iterator[str]:
 
 def _place(loc: Sequence[int | str]) -> Iterator[str]:
     """Drop the member that pydantic adds after the name of a union; the file has no such key."""
-    return (str(part) for before, part in zip(["", *loc], loc, strict=False) if before not in _UNIONS)
+    return (str(part) for i, part in enumerate(loc) if not i or loc[i - 1] not in ("between", "checkpoint_blocks"))
 
 
 def _nearest(name: str) -> str:

@@ -8,7 +8,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.learning import DistillConfig, GrpoConfig, LoraConfig, PpoConfig, RolloutConfig
-from tightwire.training.config.optimizer import CompressorOptions, Count, DenseOptions, OptimizerConfig, Section, Share
+from tightwire.training.config.optimizer import CompressorOptions, DenseOptions, OptimizerConfig
+from tightwire.training.config.section import Count, Section, Share
 from tightwire.training.config.sharding import SHARDINGS
 
 BYTES = "bytes"  # the byte tokenizer, which needs no file

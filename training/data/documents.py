@@ -90,7 +90,8 @@ class Documents:
             if text.strip():
                 yield text
         else:
-            yield from _paragraphs(lines)
+            parts = groupby(lines, lambda line: bool(line.strip()))
+            yield from ("".join(paragraph) for has_text, paragraph in parts if has_text)
 
 
 def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
@@ -194,12 +195,6 @@ def _shuffled(documents: Iterator[str], window: int, draw: random.Random) -> Ite
         yield document
     draw.shuffle(held)
     yield from held
-
-
-def _paragraphs(lines: IO[str]) -> Iterator[str]:
-    for has_text, paragraph in groupby(lines, lambda line: bool(line.strip())):
-        if has_text:
-            yield "".join(paragraph)
 
 
 def _json_lines(path: Path, lines: IO[str]) -> Iterator[tuple[Line, Any]]:
