@@ -289,10 +289,9 @@ def _call_different_collectives(group: Group) -> tuple[str, str]:
 
 
 def test_ranks_that_call_different_collectives_are_told_at_once() -> None:
-    start = time.monotonic()
+    """None waits for the deadline, whose error would name no message."""
     for error, message in run_ranks(2, _call_different_collectives, sockets=True):
         assert error == CollectiveMismatchError.__name__, message
         assert "one-shot 256 B" in message and "two-shot 256 B" in message
     for error, message in run_ranks(2, _call_different_sizes, sockets=True):
         assert error != "none" and "bytes" in message
-    assert time.monotonic() - start < 20
