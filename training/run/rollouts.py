@@ -244,7 +244,6 @@ class Rollouts:
         if self._control.rank == 0:
             try:
                 add_lines(self._path, records)
-            except (
-                OSError
-            ) as error:  # keep training, as without lines of the log: a full disk may have room again later
+            except OSError as error:
+                # Keep training, as without lines of the log: a full disk may have room again later.
                 self._say(f"WARNING: {self._path} misses the answers of step {records[0]['step']}: {error}")
