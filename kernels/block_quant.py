@@ -20,44 +20,49 @@ _CPU = torch.device("cpu")
 
 def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_M: Tensor | None = None) -> Tensor:
     """The bytes of ``encode_reference``, written into ``out`` when given; tensors are contiguous, else ValueError."""
+    device, num_elems = (x_N.device if x_N.is_cuda else _CPU), x_N.numel()
+    reference.check_numbers(x_N, "x_N", device)
+    out = reference.bytes_for(num_elems, fmt, out, device)
+    reference.check_carried(carried_M, fmt, num_elems, device)
     if x_N.is_cuda:
-        return _triton().encode(x_N, fmt, out, carried_M)
-    reference.check_numbers(x_N, "x_N", _CPU)
-    num_elems = x_N.numel()
-    out = reference.bytes_for(num_elems, fmt, out, _CPU)
-    _check_carried(carried_M, fmt.carried_elems(num_elems))
-    if not available():
-        return out.copy_(reference.encode_reference(x_N, fmt, carried_M))
-    _run("tw_encode", out, x_N, fmt, carried_M)
+        _triton().encode(x_N, fmt, out, carried_M)
+    elif available():
+        _run("tw_encode", out, x_N, fmt, carried_M)
+    else:
+        out.copy_(reference.encode_reference(x_N, fmt, carried_M))
     return out
 
 
 def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """The numbers of ``decode_reference``, written into ``out`` when given: (num_elems,) of ``dtype``, contiguous."""
-    if buf.is_cuda:
-        return _triton().decode(buf, fmt, num_elems, dtype, out)
-    out = torch.empty(num_elems, dtype=dtype) if out is None else out
-    reference.check_numbers(out, "out", _CPU)
+    device = buf.device if buf.is_cuda else _CPU
+    out = torch.empty(num_elems, dtype=dtype, device=device) if out is None else out
+    reference.check_numbers(out, "out", device)
     if out.dtype != dtype or out.numel() != num_elems:
         raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")
-    reference.check_message(buf, fmt, num_elems, _CPU)
-    if not available():
-        return out.copy_(reference.decode_reference(buf, fmt, num_elems, dtype))
-    _run("tw_decode", buf, out, fmt)
+    reference.check_message(buf, fmt, num_elems, device)
+    if buf.is_cuda:
+        _triton().decode(buf, fmt, out)
+    elif available():
+        _run("tw_decode", buf, out, fmt)
+    else:
+        out.copy_(reference.decode_reference(buf, fmt, num_elems, dtype))
     return out
 
 
 def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
     """``decode_add_reference``; ``sum_N`` is contiguous float32."""
-    if buf.is_cuda:
-        return _triton().decode_add(buf, fmt, sum_N)
-    reference.check_numbers(sum_N, "sum_N", _CPU)
+    device = buf.device if buf.is_cuda else _CPU
+    reference.check_numbers(sum_N, "sum_N", device)
     if sum_N.dtype != torch.float32:
         raise ValueError(f"sum_N must be float32, got {sum_N.dtype}")
-    reference.check_message(buf, fmt, sum_N.numel(), _CPU)
-    if not available():
-        return reference.decode_add_reference(buf, fmt, sum_N)
-    return _run("tw_decode_add", buf, sum_N, fmt)
+    reference.check_message(buf, fmt, sum_N.numel(), device)
+    if buf.is_cuda:
+        _triton().decode_add(buf, fmt, sum_N)
+    elif available():
+        _run("tw_decode_add", buf, sum_N, fmt)
+    else:
+        reference.decode_add_reference(buf, fmt, sum_N)
 
 
 def decode_reduce_encode(
@@ -74,21 +79,29 @@ def decode_reduce_encode(
     """
     if not bufs:
         raise ValueError("decode_reduce_encode needs at least one message to add, got none")
-    if bufs[0].is_cuda:
-        return _triton().decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out, carried_M)
+    device = bufs[0].device if bufs[0].is_cuda else _CPU
     for buf in bufs:
-        reference.check_message(buf, fmt, num_elems, _CPU)
-    _check_carried(carried_M, out_fmt.carried_elems(num_elems))
-    out = reference.bytes_for(num_elems, out_fmt, out, _CPU)
-    if not available():
-        return out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, carried_M))
-    places = array("q", addresses(*bufs))
-    messages, num_messages = places.buffer_info()
-    arguments = struct(
-        "tw_recode_args",
-        (*addresses(out), messages, *addresses(carried_M), num_messages, num_elems, _fields(fmt), _fields(out_fmt)),
-    )
-    run_on_rows("tw_decode_reduce_encode", arguments, -(-num_elems // MAX_GROUP_ELEMS), MAX_GROUP_ELEMS)
+        reference.check_message(buf, fmt, num_elems, device)
+    reference.check_carried(carried_M, out_fmt, num_elems, device)
+    out = reference.bytes_for(num_elems, out_fmt, out, device)
+    if out.is_cuda:
+        _triton().decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out, carried_M)
+    elif available():
+        places = array("q", addresses(*bufs))
+        messages, num_messages = places.buffer_info()
+        given = (
+            *addresses(out),
+            messages,
+            *addresses(carried_M),
+            num_messages,
+            num_elems,
+            _fields(fmt),
+            _fields(out_fmt),
+        )
+        num_rows = -(-num_elems // MAX_GROUP_ELEMS)
+        run_on_rows("tw_decode_reduce_encode", struct("tw_recode_args", given), num_rows, MAX_GROUP_ELEMS)
+    else:
+        out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, carried_M))
     return out
 
 
@@ -100,16 +113,6 @@ def _run(kernel: str, buf: Tensor, x_N: Tensor, fmt: BlockFormat, carried_M: Ten
 
 def _fields(fmt: BlockFormat) -> tuple[int, ...]:
     return fmt.bits, fmt.group_elems, fmt.symmetric, fmt.hadamard, fmt.float8
-
-
-def _check_carried(carried_M: Tensor | None, num_elems: int) -> None:
-    if carried_M is None:
-        return
-    reference.check_numbers(carried_M, "carried_M", _CPU)
-    if carried_M.dtype != torch.bfloat16 or len(carried_M) != num_elems:
-        raise ValueError(
-            f"carried_M must be {num_elems} numbers of bfloat16, whole groups, got {len(carried_M)} of {carried_M.dtype}"
-        )
 
 
 def _triton() -> ModuleType:

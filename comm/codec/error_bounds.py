@@ -57,8 +57,10 @@ def rounded_hops_bound(inputs: Sequence[Tensor]) -> Tensor:
 def quantized_sum_bound(inputs: Sequence[Tensor], codec: Codec) -> tuple[Tensor, Tensor]:
     """The float32 sum of the (N,) ``inputs``, each encoded and decoded by ``codec``, and a float64 bound on its error.
 
-    With b_i the codec's own bound for input i: sum b_i, and W - 1 float32 additions of numbers up to |x_i| + b_i.
-    Rotated formats may add rotated numbers, each of which is at most the sum of its group's magnitudes.
+    With b_i the codec's own bound for input i: sum b_i, and float32 additions of numbers up to |x_i| + b_i: W - 1, or 3 W for
+    a sum that is encoded again. That begins with zeros and ``sum_offset`` scales, of at most 2 b_i each, which adds up to
+    1600 b_i to the numbers: 511 scales for the offset and the codes, 255 between x_i and the zero. Rotated formats may add
+    rotated numbers, each of which is at most the sum of its group's magnitudes.
     """
     sum_N = sum_encoded([codec.encode(x_N) for x_N in inputs], inputs[0].numel(), codec, inputs[0].dtype)
     magnitude_N = _magnitude(inputs)
@@ -68,7 +70,8 @@ def quantized_sum_bound(inputs: Sequence[Tensor], codec: Codec) -> tuple[Tensor,
         magnitude_N = magnitude_N + error_N
         if codec.rotated_elems > 1:
             magnitude_N = _group_sums(magnitude_N, codec.rotated_elems)
-    return sum_N, error_N + _adding_factor(len(inputs)) * magnitude_N
+    num_added = len(inputs) if codec.exact else 3 * len(inputs) + 1
+    return sum_N, error_N + _adding_factor(num_added) * (magnitude_N + 1600 * error_N)
 
 
 def quantized_total_bound(inputs: Sequence[Tensor], sum_N: Tensor, error_N: Tensor, codec: Codec) -> Tensor:
@@ -81,9 +84,8 @@ def quantized_total_bound(inputs: Sequence[Tensor], sum_N: Tensor, error_N: Tens
         exact_N = _exact(inputs)
         reached_N = torch.clamp(sum_N.double(), exact_N - error_N, exact_N + error_N)
         codec_error_N = codec.max_error(reached_N.float())
-        # Rotated numbers may have been added while rotated, with other last bits. That may move the group's bfloat16
-        # scale to a neighboring value.
-        error_N = error_N + codec_error_N * (1 + 2.0**-7 * (codec.rotated_elems > 1))
+        # The encoded sum has other last bits, which may move the group's bfloat16 scale to a neighboring value.
+        error_N = error_N + codec_error_N * (1 + 2.0**-7)
     numbers = torch.finfo(inputs[0].dtype)
     return _rounded(inputs, error_N, numbers.smallest_normal * numbers.eps / 2)
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.all_reduce_kernels import one_shot_kernel, two_shot_kernel
 from tightwire.kernels.cuda.barrier import header_bytes
-from tightwire.kernels.cuda.block_quant import check_carried
 from tightwire.kernels.cuda.launch import launch
 from tightwire.kernels.cuda.numbers import ANY, ROWS, Tiling, make_tiling
 from tightwire.kernels.spec.block_format import BlockFormat
+from tightwire.kernels.spec.block_quant import check_carried
 
 _ALIGNMENT = 128  # alignment of slots, in bytes
 # Numbers per block and iteration: few for short messages, which would not occupy all blocks otherwise.
@@ -104,7 +104,9 @@ def two_shot(
     errors of the previous encoding of slots and sums, for the whole message: added before encoding, then overwritten.
     """
     for lost, own in zip(carried, (fmt, out_fmt), strict=True):
-        check_carried(lost, own, x_N.numel(), x_N)
+        if own is not None:
+            check_carried(lost, own, x_N.numel(), x_N.device)
+        assert own is not None or lost is None, "plain numbers lose nothing"
     assert part.num_elems <= max_part_elems(peers, x_N.element_size(), fmt, out_fmt), f"{part} is too long"
     slot_bytes = -(-_message_bytes(part.num_elems, x_N.element_size(), fmt) // _ALIGNMENT) * _ALIGNMENT
     cut = x_N.numel(), part.slice_elems, part.start, part.num_elems

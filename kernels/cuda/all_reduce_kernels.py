@@ -111,10 +111,15 @@ def _add(
     row = tl.program_id(0) * tiling.rows
     while row < tl.cdiv(num_elems, tiling.elems):
         row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
-        total = _take(_at(headers, 0, at), like, row_B, num_elems, fmt, rotated, tiling)
-        for process in tl.static_range(1, WORLD):
-            part = _take(_at(headers, process, at), like, row_B, num_elems, fmt, rotated, tiling)
-            total = add_tiles(total, part)
+        if fmt is None or out_fmt is None:
+            total = _take(_at(headers, 0, at), like, row_B, num_elems, fmt, tiling)
+            for process in tl.static_range(1, WORLD):
+                total = add_tiles(total, _take(_at(headers, process, at), like, row_B, num_elems, fmt, tiling))
+        else:
+            sources = ()
+            for process in tl.static_range(WORLD):
+                sources = sources + (_at(headers, process, at),)
+            total = decode_row(sources, row_B, num_elems, fmt, True, rotated, tiling)
         _put(target, like, row_B, num_elems, _only_if(valid, total), carried, out_fmt, rotated, tiling)
         row += tl.num_programs(0) * tiling.rows
 
@@ -138,11 +143,11 @@ def _put(
 
 
 @triton.jit
-def _take(source, like, row_B, num_elems, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr):
+def _take(source, like, row_B, num_elems, fmt: tl.constexpr, tiling: tl.constexpr):
     if fmt is None:
         return load_tiles(source.to(like.dtype), row_B * tiling.elems, num_elems, tiling)
     else:
-        return decode_row(source, row_B, num_elems, fmt, rotated, tiling)
+        return decode_row((source,), row_B, num_elems, fmt, False, False, tiling)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from tightwire.kernels.cuda.numbers import from_bf16, from_float8, to_float8
 # 1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold.
 TO_WHOLE = tl.constexpr(12582912.0)
 _FLOAT_BASE = tl.constexpr(0x4B000000)  # 2^23, whose last bit is 1
+_SUM_BASE = tl.constexpr(0x43000000)  # 2^7, whose bit 16 is 1
 
 
 @triton.jit
@@ -61,8 +62,8 @@ def _words(bytes_BW):
 
 
 @triton.jit
-def load_levels(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
-    """Load codes as float32 tiles in units of the scale."""
+def load_levels(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr, offset: tl.constexpr):
+    """Load codes as float32 tiles of levels plus ``offset``, which is 0 or ``fmt.sum_offset``."""
     width: tl.constexpr = fmt.group_elems // num_tiles
     levels = _load_plane(source, 0, group_B, num_groups, kept_B, fmt, width)
     if not fmt.float8:
@@ -74,7 +75,7 @@ def load_levels(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tile
         pieces, levels = planes[0], ()
         for r in tl.static_range(num_tiles):
             if len(planes) == 1:
-                levels = levels + (_floats(pieces[r % len(pieces)], fmt.bits * (r // len(pieces)), base, fmt),)
+                levels = levels + (_floats(pieces[r % len(pieces)], fmt.bits * (r // len(pieces)), base, fmt, offset),)
             else:
                 word = pieces[0] & 0
                 for p in tl.static_range(len(planes)):
@@ -82,27 +83,30 @@ def load_levels(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tile
                         planes[p][r % len(planes[p])], fmt.plane_bits[p] * (r // len(planes[p])) - fmt.plane_shifts[p]
                     )
                     word |= field & (0x01010101 * (((1 << fmt.plane_bits[p]) - 1) << fmt.plane_shifts[p]))
-                levels = levels + (_floats(word, 0, base, fmt),)
+                levels = levels + (_floats(word, 0, base, fmt, offset),)
     return levels
 
 
 @triton.constexpr_function
 def _moves(start, bits):
     """Return how far right each byte's bits from ``start`` on go, to be among the 23 bits of a float, and where they are then."""
-    moves = [at & 16 if bits == 8 else max(0, (at + bits - 16) // 8 * 8) for at in range(start, start + 32, 8)]
+    moves = [at & 16 if bits == 8 else max(0, at - 16) for at in range(start, start + 32, 8)]
     return [(down, start + 8 * byte - down) for byte, down in enumerate(moves)]
 
 
 @triton.jit
-def _floats(word, start: tl.constexpr, base, fmt: tl.constexpr):
-    """Return four codes, less the levels below zero, as float32."""
+def _floats(word, start: tl.constexpr, base, fmt: tl.constexpr, offset: tl.constexpr):
+    """Return four codes as float32 levels plus ``offset``."""
     moves: tl.constexpr = _moves(start, fmt.bits)
     numbers = ()
     for byte in tl.static_range(4):
-        number = (word >> moves[byte][0]) & (fmt.max_code << moves[byte][1]) | base
-        # Exact: 2^23 and the code times a power of two, less 2^23.
-        less = -(2.0 ** (23 - moves[byte][1])) - fmt.num_levels
-        numbers = numbers + (tl.fma(number.to(tl.float32, bitcast=True), 2.0 ** -moves[byte][1], less),)
+        code = (word >> moves[byte][0]) & (fmt.max_code << moves[byte][1])
+        if offset and fmt.bits < 8 and moves[byte][1] == 16:
+            number = (code | base - (_FLOAT_BASE - _SUM_BASE)).to(tl.float32, bitcast=True)
+        else:  # exact: 2^23 and the code times a power of two, less 2^23
+            less = offset - fmt.num_levels - 2.0 ** (23 - moves[byte][1])
+            number = tl.fma((code | base).to(tl.float32, bitcast=True), 2.0 ** -moves[byte][1], less)
+        numbers = numbers + (number,)
     pairs = tl.join(tl.join(numbers[0], numbers[2]), tl.join(numbers[1], numbers[3]))
     return tl.reshape(pairs, (word.shape[0], 4 * word.shape[1]))
 

@@ -49,14 +49,21 @@ def _of_groups(tiling, fmt):
 
 
 @triton.jit
-def decode_row(source, row_B, num_elems, fmt: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr):
-    """Decode rows ``row_B`` to tiles, which stay rotated if ``rotated``. Numbers beyond the end are undefined."""
+def decode_row(
+    sources, row_B, num_elems, fmt: tl.constexpr, SUMS: tl.constexpr, rotated: tl.constexpr, tiling: tl.constexpr
+):
+    """Decode rows ``row_B`` of a message to tiles, with SUMS the sum of several: still rotated if ``rotated``. Undefined beyond the end."""
     num_groups = tl.cast(tl.cdiv(num_elems, fmt.group_elems), tl.int64)
     per_row: tl.constexpr = tiling.elems // fmt.group_elems
+    per_group: tl.constexpr = tiling.num_tiles // per_row
     tiles = []
     for i in tl.static_range(per_row):
-        place_B = row_B * per_row + i
-        tiles = tiles + _decode(source, place_B, num_groups, fmt, rotated, tiling.num_tiles // per_row, tiling.beyond)
+        group_B = row_B * per_row + i
+        kept_B = None if tiling.beyond == NOTHING else group_B < num_groups
+        if SUMS:
+            tiles = tiles + _sum(sources, group_B, num_groups, kept_B, fmt, rotated, per_group)
+        else:
+            tiles = tiles + _decode(sources[0], group_B, num_groups, kept_B, fmt, per_group)
     return tiles
 
 
@@ -140,25 +147,34 @@ def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, tili
 
 
 @triton.jit
-def _decode(
-    source, group_B, num_groups, fmt: tl.constexpr, rotated: tl.constexpr, num_tiles: tl.constexpr, beyond: tl.constexpr
-):
-    """Read groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles, which stay rotated if ``rotated``."""
+def _decode(source, group_B, num_groups, kept_B, fmt: tl.constexpr, num_tiles: tl.constexpr):
+    """Read groups ``group_B`` of the message at ``source`` (bytes) as float32 tiles."""
     own: tl.constexpr = len(fmt.plane_bits)
-    kept_B = None if beyond == NOTHING else group_B < num_groups
     scale_B1 = load_bf16(source, own, group_B, num_groups, kept_B, fmt)[:, None]
     zero_B1 = load_bf16(source, own + 1, group_B, num_groups, kept_B, fmt)[:, None] if fmt.has_zeros else scale_B1
-    levels = load_levels(source, group_B, num_groups, kept_B, fmt, num_tiles)
-    if fmt.hadamard and not rotated:
-        # The matrix is its own inverse but for the number of its rows, a power of two.
-        part: tl.constexpr = 1.0 / fmt.group_elems
-        if fmt.symmetric:
-            tiles = _scaled(_rotated(levels), scale_B1 * part, zero_B1, False)
-        else:
-            tiles = _scaled(_rotated(_scaled(levels, scale_B1, zero_B1, True)), part, zero_B1, False)
-    else:
-        tiles = _scaled(levels, scale_B1, zero_B1, fmt.has_zeros)
-    return tiles
+    levels = load_levels(source, group_B, num_groups, kept_B, fmt, num_tiles, 0)
+    tiles = _scaled(levels, scale_B1, zero_B1, fmt.has_zeros)
+    return [tile * (1.0 / fmt.group_elems) for tile in _rotated(tiles)] if fmt.hadamard else tiles
+
+
+@triton.jit
+def _sum(sources, group_B, num_groups, kept_B, fmt: tl.constexpr, rotated: tl.constexpr, num_tiles: tl.constexpr):
+    """Add groups ``group_B`` of several messages."""
+    own: tl.constexpr = len(fmt.plane_bits)
+    scales, start_B1 = (), 0.0
+    for i in tl.static_range(len(sources)):
+        scale_B1 = load_bf16(sources[i], own, group_B, num_groups, kept_B, fmt)[:, None]
+        scales = scales + (scale_B1,)
+        zero_B1 = load_bf16(sources[i], own + 1, group_B, num_groups, kept_B, fmt)[:, None] if fmt.has_zeros else 0.0
+        start_B1 += zero_B1 - scale_B1 * fmt.sum_offset
+    total = start_B1
+    for i in tl.static_range(len(sources)):
+        levels = load_levels(sources[i], group_B, num_groups, kept_B, fmt, num_tiles, fmt.sum_offset)
+        before, total = total, []
+        for r in tl.static_range(num_tiles):
+            total = total + [tl.fma(levels[r], scales[i], before[r] if i else before)]
+    turns_back: tl.constexpr = fmt.hadamard and not rotated
+    return [tile * (1.0 / fmt.group_elems) for tile in _rotated(total)] if turns_back else total
 
 
 @triton.jit
@@ -181,7 +197,7 @@ def _cut(rows, width):
 
 @triton.jit
 def _rotated(tiles):
-    """Multiply each group by the Hadamard matrix of its size: rounds of a + b, a - b over strides 1, 2, 4, ..."""
+    """Multiply each group by the Hadamard matrix of its size g: rounds of a + b, a - b over strides 1, 2, 4, ... Twice is times g."""
     shape: tl.constexpr = _cut(tiles[0].shape[0], tiles[0].shape[1])
     threads: tl.constexpr = shape[1]
     in_thread: tl.constexpr = _log2(tiles[0].shape[1] // threads)

@@ -19,7 +19,8 @@ _NAN_BF16 = tl.constexpr(0x7FC0)
 NOTHING, ROWS, ANY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # Numbers of one program: with 4 warps each thread has 32, enough loads in flight to fill the memory bus, and each tile
-# has at least 8 for every thread, which is one vector load of 16-bit numbers.
+# has at least 8 for every thread, which is one vector load of 16-bit numbers. Encoding, twice as many: then a group of 128
+# has two threads, and what each thread computes for it costs a number a quarter less.
 _PROGRAM_ELEMS = 4096
 _TILE_ELEMS = 1024
 _PLAIN_ELEMS = 128  # numbers of a row without a format
@@ -38,15 +39,15 @@ class Tiling:
         return -(-num_elems // (self.rows * self.elems))
 
 
-def make_tiling(num_elems: int, *formats: BlockFormat, program_elems: int | None = None) -> Tiling:
+def make_tiling(num_elems: int, *formats: BlockFormat, encodes: bool = False, program_elems: int = 0) -> Tiling:
     """Cut a message for a kernel that uses all ``formats``. The default of ``program_elems`` suits long messages."""
     elems = max((fmt.group_elems for fmt in formats), default=_PLAIN_ELEMS)
     # Narrow enough for the narrowest plane and the smallest group of any of the formats.
     width = min((min(fmt.plane_bytes) for fmt in formats), default=_PLAIN_ELEMS)
-    if program_elems is None:
+    if not program_elems:
         # Few threads share a group of 128, so what is computed once a group costs little; and rotations need few shuffles.
         width = min(width, 16 if any(fmt.hadamard for fmt in formats) else 32)
-        program_elems = max(_PROGRAM_ELEMS, _TILE_ELEMS * elems // width)
+        program_elems = max(_PROGRAM_ELEMS * (1 + encodes), _TILE_ELEMS * elems // width)
     elif formats:
         width = min(width, max(32, _TILE_ELEMS * elems // program_elems))
     rows = program_elems // elems

@@ -48,6 +48,7 @@ class BlockFormat:
     has_zeros: bool = _computed()
     max_code: int = _computed()  # the largest code (integer formats); the smallest is 0
     num_levels: int = _computed()  # below zero, one less above; a code is its level plus this; 0 if not symmetric
+    sum_offset: int = _computed()  # what sums of messages add to a level: 128 more than the code, 0 for float8
     section_offsets: tuple[int, ...] = _computed()  # ``section_starts`` of one group; of G groups G times these
     group_bytes: int = _computed()  # g b / 8 for the codes of a group, and 4 for scale and zero (2 without zero)
 
@@ -68,7 +69,8 @@ class BlockFormat:
             "plane_bytes": plane_bytes,
             "has_zeros": has_zeros,
             "max_code": 2**self.bits - 1,
-            "num_levels": 2 ** (self.bits - 1) if self.symmetric else 0,
+            "num_levels": self.symmetric * 2 ** (self.bits - 1),
+            "sum_offset": 0 if self.float8 else self.symmetric * 2 ** (self.bits - 1) + 128,
             "section_offsets": tuple(section_offsets),
             "group_bytes": group_bytes,
         }

@@ -4,11 +4,13 @@ These reference functions are the specification, to the byte: every other implem
 numbers, on any device. That is possible because each step is one IEEE operation in float32 with a unique result:
 
     rotate     Hadamard formats: log2(g) rounds of a + b, a - b, strides 1, 2, 4, ...; decoding does the same and divides
-               by g, a power of two. Symmetric formats rotate the levels back and multiply by scale / g
+               by g, a power of two
     zero       the minimum, rounded DOWN to bfloat16
     scale      (maximum - zero) / max_code, rounded UP to bfloat16 and at least 2^-126, so that its inverse is finite
     code       (x - zero) * (1 / scale), clamped to 0 .. max_code, rounded to even
     decoded    code * scale + zero. The product of an 8-bit and a bfloat16 number is exact, fused or not
+    sum        of messages, to be encoded again: the sum of their zero - c * scale, then in list order plus each
+               (level + c) * scale, exact as well. c is ``sum_offset``: a code plus 128 is made a float by setting bits
 
 Rounding outwards means that nothing is clipped: a number comes back within half a scale of itself
 (``block_bound`` has the exact bound).
@@ -22,7 +24,8 @@ encoded, so rotated if the format rotates. They are added before rounding, and b
 rounded to nearest even; sizes below 2^-126 become 0 with their sign.
 
 A group with an inf or NaN in it decodes to NaN throughout, and so does one whose numbers come so close to the end of
-float32 that its highest code would decode to infinity: the scale is NaN, zero and codes 0. Rotated groups come so close from about 2^125 / g on, and may then come back infinite as well.
+float32 that its highest code would decode to infinity: the scale is NaN, zero and codes 0. Rotated groups come so close from
+about 2^125 / g on, and may then come back infinite as well; sums from about 2^118 on may be infinite or NaN.
 """
 
 import torch
@@ -47,6 +50,7 @@ def encode_reference(x_N: Tensor, fmt: BlockFormat, carried_M: Tensor | None = N
 def _encode_carrying(groups_GE: Tensor, fmt: BlockFormat, carried_M: Tensor | None) -> Tensor:
     if carried_M is None:
         return _encode_groups(groups_GE, fmt)
+    carried_M = carried_M[: groups_GE.numel()]
     groups_GE = groups_GE + carried_M.view_as(groups_GE).float()
     encoded = _encode_groups(groups_GE, fmt)
     lost_GE = groups_GE - _decode_groups(encoded, fmt, groups_GE.numel())
@@ -56,7 +60,7 @@ def _encode_carrying(groups_GE: Tensor, fmt: BlockFormat, carried_M: Tensor | No
 
 def decode_reference(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype) -> Tensor:
     """The (num_elems,) numbers of ``buf``, rounded to ``dtype`` once."""
-    return _decode_numbers(buf, fmt, num_elems).view(-1)[:num_elems].to(dtype)
+    return _turned_back(_decode_groups(buf, fmt, num_elems), fmt).view(-1)[:num_elems].to(dtype)
 
 
 def decode_add_reference(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
@@ -67,19 +71,18 @@ def decode_add_reference(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
 def decode_reduce_encode_reference(
     bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, carried_M: Tensor | None = None
 ) -> Tensor:
-    """Encode the float32 sum of ``bufs`` in list order; of rotated numbers, if both formats rotate equal groups.
+    """Encode the float32 sum of ``bufs``, which stays rotated if both formats rotate equal groups.
 
     ``carried_M`` as in ``encode_reference`` with ``out_fmt``.
     """
-    stay_rotated = fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems
-    decode = _decode_groups if stay_rotated else _decode_numbers
     assert bufs, "nothing to add"
-    total = decode(bufs[0], fmt, num_elems)
-    for buf in bufs[1:]:
-        total = total + decode(buf, fmt, num_elems)
-    if stay_rotated:
+    offset, parts = fmt.sum_offset, [_read_groups(buf, fmt, num_elems) for buf in bufs]
+    total = sum((0.0 if zero_G1 is None else zero_G1) - offset * scale_G1 for _, scale_G1, zero_G1 in parts)
+    for levels_GE, scale_G1, _ in parts:
+        total = total + (levels_GE + offset) * scale_G1
+    if fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems:
         return _encode_carrying(total, out_fmt, carried_M)
-    return encode_reference(total.view(-1)[:num_elems], out_fmt, carried_M)
+    return encode_reference(_turned_back(total, fmt).view(-1)[:num_elems], out_fmt, carried_M)
 
 
 def to_groups(x_N: Tensor, fmt: BlockFormat) -> Tensor:
@@ -139,14 +142,9 @@ def _codes(scaled_GE: Tensor, fmt: BlockFormat) -> Tensor:
     return scaled_GE.clamp(0, fmt.max_code).round().to(torch.uint8)
 
 
-def _decode_numbers(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
-    """(G, g) float32. The Hadamard matrix is its own inverse but for the factor g."""
-    if not fmt.hadamard:
-        return _decode_groups(buf, fmt, num_elems)
-    if not fmt.symmetric:
-        return rotated(_decode_groups(buf, fmt, num_elems), fmt) * (1.0 / fmt.group_elems)
-    levels_GE, scale_G1, _ = _read_groups(buf, fmt, num_elems)
-    return rotated(levels_GE, fmt) * (scale_G1 * (1.0 / fmt.group_elems))
+def _turned_back(groups_GE: Tensor, fmt: BlockFormat) -> Tensor:
+    """Rotated groups as numbers: the Hadamard matrix is its own inverse but for the factor g, a power of two."""
+    return rotated(groups_GE, fmt) * (1.0 / fmt.group_elems) if fmt.hadamard else groups_GE
 
 
 def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
@@ -241,3 +239,15 @@ def bytes_for(num_elems: int, fmt: BlockFormat, out: Tensor | None, device: torc
         return torch.empty(fmt.encoded_bytes(num_elems), dtype=torch.uint8, device=device)
     check_message(out, fmt, num_elems, device)
     return out
+
+
+def check_carried(carried_M: Tensor | None, fmt: BlockFormat, num_elems: int, device: torch.device) -> None:
+    """Raise ValueError if ``carried_M`` does not hold what encoding ``num_elems`` numbers loses."""
+    if carried_M is None:
+        return
+    check_numbers(carried_M, "carried_M", device)
+    least = fmt.carried_elems(num_elems)
+    if carried_M.dtype != torch.bfloat16 or len(carried_M) < least:
+        raise ValueError(
+            f"carried_M must be {least} numbers of bfloat16 or more, got {len(carried_M)} of {carried_M.dtype}"
+        )

@@ -77,8 +77,9 @@ def test_the_bound_of_a_quantized_sum_holds_and_is_of_its_size(codec: str, dtype
     assert ((sum_N.double() - exact).abs() <= bound).all()
     one_pass = torch.stack([parse_codec(codec).max_error(part) for part in parts]).sum(0)
     assert (bound >= one_pass).all()
-    # Beside the codec's own errors there are three float32 additions of numbers that a group of 128 may rotate.
-    assert (bound - one_pass <= 4 * 2.0**-24 * 128 * torch.stack(parts).double().abs().amax() * 4).all()
+    # Beside the codec's own errors there are twelve float32 additions of numbers that a group of 128 may rotate.
+    added = 128 * torch.stack(parts).double().abs().amax() * 4
+    assert (bound - one_pass <= 13 * 2.0**-24 * (added + 1800 * one_pass)).all()
 
 
 def test_a_bound_of_numbers_that_are_none_is_infinite() -> None:

@@ -113,10 +113,10 @@ def _codec(name: str) -> Run:
     encoded = torch.empty(fmt.encoded_bytes(len(x)), dtype=torch.uint8)
     carried = x.clone() if has_feedback(name) else None
     return lambda: (
-        block_quant.encode(x, fmt, carried_M=carried),
-        block_quant.decode(encoded, fmt, len(x), BF16),
+        block_quant.encode(x, fmt, encoded, carried),
+        block_quant.decode(encoded, fmt, x),
         block_quant.decode_add(encoded, fmt, x.float()),
-        block_quant.decode_reduce_encode([encoded] * 2, fmt, fmt, len(x), carried_M=carried),
+        block_quant.decode_reduce_encode([encoded] * 2, fmt, fmt, len(x), encoded, carried),
     )
 
 

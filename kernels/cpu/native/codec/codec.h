@@ -95,9 +95,6 @@ INLINE auto with_shape(const tw_block_format &format, auto work) {
 // Numbers that encode.cpp takes at a time.
 constexpr int BLOCK = 1024;
 
-// Stores a group's numbers, or adds them to those of an earlier message.
-typedef void (*DecodeGroup)(const Message &, int64_t group, bool turns_back, float *sums, bool adds);
-DecodeGroup group_decoder(const tw_block_format &format);
 // Encodes `count` float32 `sums`, at most BLOCK, as groups of the message from `group` on. `carried`: null, or of these groups.
 typedef void (*EncodeBlock)(const Message &, int64_t group, const char *sums, int64_t count, bool rotates, char *carried);
 EncodeBlock block_encoder(const tw_block_format &format);

@@ -23,6 +23,10 @@ struct CodedGroup {
         scale = splat(from_bf16(scale_bits)), zero = splat(from_bf16(zero_bits));
         level = splat_int(message.format.symmetric ? Shape::num_levels : 0);
     }
+    // What sums add to a level, and with it.
+    static constexpr int raise = Shape::is_float8 ? 0 : 128;
+    float start() const { return from_bf16(zero_bits) - (raise + level.reg[0][0]) * from_bf16(scale_bits); }
+    F32 raised(I32 code) const { return Shape::is_float8 ? from_e4m3(code) : to_float(code + splat_int(raise)); }
     F32 level_of(I32 code) const { return Shape::is_float8 ? from_e4m3(code) : to_float(code - level); }
     F32 number_of(I32 code) const { return fma(level_of(code), scale, zero); }
     // Of numbers `at` to `at + 15`.
@@ -35,23 +39,17 @@ struct CodedGroup {
     }
 };
 
-// Numbers of a format that rotates, still rotated or turned back.
 template <class Shape>
-INLINE void decode_group(const Message &message, int64_t group, bool turns_back, F32 (&x)[Shape::num_vectors]) {
-    constexpr int COUNT = Shape::num_vectors;
-    const CodedGroup<Shape> coded(message, group);
-    if (turns_back && message.format.symmetric) {
-        // Sums of levels are whole numbers, so that scaling afterwards changes nothing.
-        UNROLL_FOR (int i = 0; i < COUNT; i++) x[i] = coded.level_of(coded.codes(LANES * i));
-        rotate(x);
-        const F32 scale = splat(from_bf16(coded.scale_bits) * (1.0f / Shape::size));
-        UNROLL_FOR (int i = 0; i < COUNT; i++) x[i] = x[i] * scale;
-        return;
-    }
-    UNROLL_FOR (int i = 0; i < COUNT; i++) x[i] = coded.numbers(LANES * i);
-    if (!turns_back) return;
+INLINE void turn_back(F32 (&x)[Shape::num_vectors]) {
     rotate(x);
-    UNROLL_FOR (int i = 0; i < COUNT; i++) x[i] = x[i] * splat(1.0f / Shape::size);
+    UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) x[i] = x[i] * splat(1.0f / Shape::size);
+}
+
+template <class Shape>
+INLINE void decode_group(const Message &message, int64_t group, F32 (&x)[Shape::num_vectors]) {
+    const CodedGroup<Shape> coded(message, group);
+    UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) x[i] = coded.numbers(LANES * i);
+    if (message.format.hadamard) turn_back<Shape>(x);
 }
 
 // A whole group without rotation straight to bfloat16.
@@ -97,27 +95,42 @@ void decode_groups(const tw_code_args &args, int64_t start, int64_t stop) {
             }
         }
         F32 x[Shape::num_vectors];
-        decode_group<Shape>(message, group, args.format.hadamard, x);
-        if (rounds_exactly && left >= Shape::size) {
-            UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) Number::store_rounded(target + Number::size * LANES * i, x[i]);
-            continue;
+        decode_group<Shape>(message, group, x);
+        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) {
+            char *place = target + Number::size * LANES * i;
+            if (rounds_exactly && left >= Shape::size)
+                Number::store_rounded(place, x[i]);
+            else if (LANES * i < left)
+                store_numbers<Number>(place, x[i], left - LANES * i);
         }
-        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++)
-            if (LANES * i < left) store_numbers<Number>(target + Number::size * LANES * i, x[i], left - LANES * i);
     }
 }
 
+// Adds messages' groups from `first` on to `sums`. They stay rotated, unless `turns_back`.
 template <class Shape>
-void decode_to_sums(const Message &message, int64_t group, bool turns_back, float *sums, bool adds) {
-    F32 x[Shape::num_vectors];
-    decode_group<Shape>(message, group, turns_back, x);
-    UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) store(sums + LANES * i, adds ? load(sums + LANES * i) + x[i] : x[i]);
+void add_groups(const tw_recode_args &args, int64_t first, int64_t num_groups, bool turns_back, float *sums) {
+    float starts[BLOCK / Shape::size] = {};
+    for (int64_t i = 0; i < args.num_messages; i++) {
+        const Message message(((const address *)args.messages)[i], args.format, args.num_elems);
+        for (int64_t at = 0; at < num_groups; at++) starts[at] += CodedGroup<Shape>(message, first + at).start();
+    }
+    for (int64_t i = 0; i < args.num_messages; i++) {
+        const Message message(((const address *)args.messages)[i], args.format, args.num_elems);
+        for (int64_t at = 0; at < num_groups; at++) {
+            const CodedGroup<Shape> coded(message, first + at);
+            float *sum = sums + at * Shape::size;
+            UNROLL_FOR (int j = 0; j < Shape::size; j += LANES)
+                store(sum + j, fma(coded.raised(coded.codes(j)), coded.scale, i ? load(sum + j) : splat(starts[at])));
+        }
+    }
+    for (float *sum = sums; turns_back && sum < sums + num_groups * Shape::size; sum += Shape::size) {
+        F32 x[Shape::num_vectors];
+        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) x[i] = load(sum + LANES * i);
+        turn_back<Shape>(x);
+        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) store(sum + LANES * i, x[i]);
+    }
 }
 }  // namespace
-
-DecodeGroup group_decoder(const tw_block_format &format) {
-    return with_shape(format, []<class Shape>(Shape) -> DecodeGroup { return decode_to_sums<Shape>; });
-}
 
 void tw_decode(const void *code_args, int64_t start, int64_t stop) {
     const tw_code_args &args = *(const tw_code_args *)code_args;
@@ -129,25 +142,22 @@ void tw_decode(const void *code_args, int64_t start, int64_t stop) {
 void tw_decode_add(const void *code_args, int64_t start, int64_t stop) {
     const tw_code_args &args = *(const tw_code_args *)code_args;
     const Message message(args.message, args.format, args.num_elems);
-    const DecodeGroup decode = group_decoder(args.format);
-    const int64_t size = args.format.group_elems;
-    alignas(64) float numbers[MAX_GROUP];
-    for (int64_t group = start; group < stop; group++) {
-        float *sums = (float *)args.numbers + group * size;
-        const int64_t left = args.num_elems - group * size;
-        if (left >= size) {
-            decode(message, group, args.format.hadamard, sums, true);
-            continue;
+    with_shape(args.format, [&]<class Shape>(Shape) {
+        for (int64_t group = start; group < stop; group++) {
+            F32 x[Shape::num_vectors];
+            decode_group<Shape>(message, group, x);
+            UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) {
+                const int64_t first = group * Shape::size + LANES * i, left = args.num_elems - first;
+                char *place = (char *)args.numbers + Float32::size * first;
+                if (left > 0) store_numbers<Float32>(place, load_numbers<Float32>(place, left) + x[i], left);
+            }
         }
-        decode(message, group, args.format.hadamard, numbers, false);
-        for (int64_t at = 0; at < left; at++) sums[at] += numbers[at];
-    }
+    });
 }
 
 void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t stop) {
     const tw_recode_args &args = *(const tw_recode_args *)recode_args;
     const tw_block_format &format = args.format, &out_format = args.out_format;
-    const DecodeGroup decode = group_decoder(format);
     const EncodeBlock encode = block_encoder(out_format);
     const int64_t size = format.group_elems, out_size = out_format.group_elems;
     const bool stay_rotated = format.hadamard && out_format.hadamard && size == out_size;
@@ -157,11 +167,9 @@ void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t sto
     for (int64_t first = start * MAX_GROUP; first < end; first += BLOCK) {
         const int64_t count = end - first < BLOCK ? end - first : BLOCK;
         const int64_t num_groups = (count + size - 1) / size;
-        for (int64_t i = 0; i < args.num_messages; i++) {
-            const Message message(((const address *)args.messages)[i], format, args.num_elems);
-            for (int64_t at = 0; at < num_groups; at++)
-                decode(message, first / size + at, format.hadamard && !stay_rotated, sums + at * size, i > 0);
-        }
+        with_shape(format, [&]<class Shape>(Shape) {
+            add_groups<Shape>(args, first / size, num_groups, format.hadamard && !stay_rotated, sums);
+        });
         // Numbers that are still rotated fill their groups.
         const int64_t kept = stay_rotated ? num_groups * size : count;
         encode(out, first / out_size, (const char *)sums, kept, out_format.hadamard && !stay_rotated,
