@@ -186,6 +186,7 @@ class Rollouts:
             tokens = [prompt.token_ids for prompt in asked[own]]
             groups.append(Answers.of(tokens, answers[own], scores_B[own], counts_B[own]))
             first = own.stop
+        name = self._objective.score_name
         records = [
             {
                 "step": step + 1,
@@ -195,14 +196,12 @@ class Rollouts:
                 "rewards": dict(zip(config.rewards, numbers, strict=True)),
                 "tokens": len(answer.token_ids),
                 "ended": answer.ended,
+                **({name: score} if name else {}),
             }
-            for prompt, text, total, numbers, answer in zip(
-                asked, texts, totals.tolist(), zip(*each_reward, strict=True), answers, strict=True
+            for prompt, text, total, numbers, answer, score in zip(
+                asked, texts, totals.tolist(), zip(*each_reward, strict=True), answers, scores_B.tolist(), strict=True
             )
         ]
-        if name := self._objective.score_name:
-            for record, score in zip(records, scores_B.tolist(), strict=True):
-                record[name] = score
         return groups, records
 
     def _ask(self, given: Sequence[Prompt], seeds: Sequence[int]) -> tuple[list[Answer], list[str], list[list[float]]]:
