@@ -43,7 +43,7 @@ def open_engine(
     return RolloutEngine(start, config, group, most_sequences, trainer)
 
 
-def record(*given: Any) -> "RunData | int":
+def record(*given: Any) -> "RunData":
     """The answers of a distillation's target, as ``rollout_engine.record``."""
     from tightwire.rollout_engine import record
 

@@ -45,7 +45,7 @@ class Loop:
     trained: Trained
     control: Control
     batches: ReadAhead[Any]
-    evaluate: Callable[[int], EvaluationRecord] | None
+    evaluate: Callable[[int], EvaluationRecord | int] | None
     checkpointer: Checkpointer
     describe: Callable[[int, int], Mapping[str, Any]]  # a checkpoint's metadata, by step and position
     terminal: Terminal
@@ -83,9 +83,13 @@ class Loop:
             saves = signal or is_broken or is_last or self._due(self.config.checkpoint.every)
             if saves or evaluates:
                 self._check_finite()
-            if evaluates and not signal and not is_broken and self.evaluate is not None:
+            if evaluates and not signal and not is_broken and self.evaluate is not None:  # after a signal, save at once
                 try:
-                    self._log_record(self.evaluate(self.step))  # after a signal, save at once
+                    found = self.evaluate(self.step)
+                    if isinstance(found, int):  # a signal ended it
+                        signal = saves = found
+                    else:
+                        self._log_record(found)
                 except DataError as error:  # a reward failed
                     self._data_error, is_broken, saves = str(error), True, True
             if saves:

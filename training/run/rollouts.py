@@ -65,7 +65,7 @@ class Engines(NamedTuple):
     """What answers prompts. ``record``: has the target of a distillation answer. ``bytes``: what a rank's engine holds, by kind."""
 
     open: OpenSampler
-    record: Callable[..., RunData | int]
+    record: Callable[..., RunData]
     bytes: Callable[[TrainConfig, Topology], Mapping[str, int]]
 
 
