@@ -94,9 +94,7 @@ class Run:
         check_same_configuration(config, data, ranks.control)
         self._folder = make_run_folder(config, ranks.control, ranks.held)
         self._start = _open_starting_model(config, data, self._folder, ranks)
-        self._identity = identity_of(
-            config, self._start.config, name=self._start.name, files=describe_files(data.documents.files)
-        )
+        self._identity = identity_of(config, self._start, files=describe_files(data.documents.files))
         if config.parallel.checkpoint_blocks == "auto":
             topology = Topology(0, ranks.groups.world_size, num_nodes=ranks.groups.num_nodes)
             usable = usable_bytes(ranks.groups.device, find_topology(os.environ, None).ranks_per_node)

@@ -22,7 +22,7 @@ from tightwire.model.checkpoint.hf_config import config_from_hf, config_to_hf
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.layout import keep_layers
-from tightwire.model.open import open_checkpoint
+from tightwire.model.open import fingerprint, open_checkpoint
 from tightwire.model.text.tokenizer import (
     BOS,
     END_OF_TURN,
@@ -59,6 +59,7 @@ class StartingModel:
     seed: int = 0
     head: str = "tokens"
     layers: Sequence[int] = ()  # of the checkpoint; empty: all
+    fingerprint: str = ""  # of the checkpoint's weights
 
     def tempered(self, temperature: float) -> Self:
         """The same model with logits divided by ``temperature``."""
@@ -113,6 +114,7 @@ def open_starting_model(
             seed=seed,
             head=config.head,
             layers=config.layers,
+            fingerprint=fingerprint(checkpoint),
         )
     if config.tokenizer.startswith(BPE):
         tokenizer = train_bpe(int(config.tokenizer.removeprefix(BPE)), keep_in, texts, **how)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.training.training_runs import log_lines, losses, make_config, train
+from tiny import make_tiny
 
 from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError, checkpoints_in
 from tightwire.training.data.documents import DataError
@@ -131,6 +132,20 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(tmp_path: Path) 
     ):
         with pytest.raises(OtherRunError, match=words):
             train(make_config(tmp_path, override))
+
+
+def test_a_checkpoint_of_another_model_of_the_same_sizes_is_refused(tmp_path: Path) -> None:
+    """Exports of different runs have one name. The same weights may be elsewhere."""
+    for folder, seed in (("one", 0), ("other", 1), ("copy", 0)):
+        make_tiny(tmp_path / folder / "model", seed=seed)
+    steps = "schedule={steps: 1, warmup_steps: 0}"
+    train(make_config(tmp_path, f"model={{start: {tmp_path}/one/model}}", steps))
+
+    with pytest.raises(
+        OtherRunError, match=r"of another model: model.start=.*other/model has other weights than its run began with"
+    ):
+        train(make_config(tmp_path, f"model={{start: {tmp_path}/other/model}}"), 2)
+    train(make_config(tmp_path, f"model={{start: {tmp_path}/copy/model}}", steps))
 
 
 def test_a_refused_run_leaves_the_configuration_of_the_run_before(tmp_path: Path) -> None:
