@@ -327,7 +327,8 @@ def record(
             engine.close()
     documents = Documents(files=tuple(recording.files()), kind="distill")
     recorded = RunData(config=config, documents=documents, held_out_documents=None)
-    with control.failing_together(DataError):
+    with control.failing_together(ValueError):
+        recording.check_recorded()
         recorded.check_documents()
     return recorded
 

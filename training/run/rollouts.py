@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.topology import Topology
 from tightwire.model.adapters.peft import CONFIG_FILE
+from tightwire.model.checkpoint.errors import naming
 from tightwire.run_page import SAMPLES, add_lines, drop_after
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import Prompt
@@ -72,7 +74,8 @@ class Engines(NamedTuple):
 def find_reward(name: str, device: torch.device) -> Reward:
     """Raises ValueError: there is no such function or folder."""
     if (Path(name) / CONFIG_FILE).is_file():
-        return RewardModel.open(Path(name), device)
+        with naming(f"rewards: {name}", "it is damaged", OSError, LookupError, TypeError, ValueError, SafetensorError):
+            return RewardModel.open(Path(name), device)
     if "" not in sys.path:
         sys.path.append("")  # modules of the folder that the run is started in
     try:

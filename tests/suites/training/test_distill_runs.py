@@ -127,6 +127,26 @@ def test_the_target_asks_itself_and_another_run_learns_from_the_same_answers(tmp
         _train(_config(tmp_path, "distill.questions=250", "distill.top=8", "schedule.steps=3"))
 
 
+def test_damaged_answers_are_named_and_can_be_recorded_again(tmp_path: Path) -> None:
+    config = _config(tmp_path, "schedule={steps: 1}")
+    _train(config)
+    rows, lines = (config.answers_folder / f"00000.{end}" for end in ("npz", "jsonl"))
+    before = {path: path.read_bytes() for path in (rows, lines)}
+    for path, content in ((lines, before[lines][:-99]), (lines, b'{"place": 7}'), (rows, b"")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"00000.jsonl: it or its .npz is damaged \(.*\); remove it, and the same"):
+            _train(config)
+        path.write_bytes(before[path])
+    rows.write_bytes(b"PK")
+    lines.unlink()
+    _train(config)
+    assert {path: path.read_bytes() for path in (rows, lines)} == before
+
+    (config.answers_folder / "settings.json").write_text("[]")
+    with pytest.raises(ValueError, match="has answers that were recorded with target=None, not"):
+        _train(config)
+
+
 def test_another_vocabulary_and_missing_room_are_refused(tmp_path: Path) -> None:
     other = make_tiny(tmp_path / "other", vocab_size=320)
     with pytest.raises(
