@@ -147,6 +147,20 @@ def test_damaged_answers_are_named_and_can_be_recorded_again(tmp_path: Path) -> 
         _train(config)
 
 
+def test_a_target_with_padding_never_answers_with_it(tmp_path: Path) -> None:
+    """Models of a family have the same tokens and unlike padding behind them."""
+    padded = make_tiny(tmp_path / "target", vocab_size=2 * _VOCAB)
+    tokenizer = make_tiny(tmp_path / "plain") / "tokenizer.json"
+    (padded / "tokenizer.json").write_text(tokenizer.read_text())
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "say"}]}\n' * _PROMPTS)
+    config = _config(tmp_path, "schedule={steps: 1}", "distill.top=400")
+    _train(config)
+
+    assert max(max(each["tokens"]) for each in _answers(config)) < _VOCAB
+    recorded = read_recorded(config.answers_folder)
+    assert recorded.ids_PK.max() < _VOCAB and np.exp(recorded.logs_PK).sum(1) == pytest.approx(1, abs=1e-4)
+
+
 def test_another_vocabulary_and_missing_room_are_refused(tmp_path: Path) -> None:
     other = make_tiny(tmp_path / "other", vocab_size=320)
     with pytest.raises(
