@@ -160,7 +160,7 @@ class RolloutEngine:
             outputs = self._step()
             for output in outputs:
                 if output.finish_reason in ("error", "refused"):
-                    raise RuntimeError(f"the engine did not answer a prompt: {output.message}")
+                    raise ModelError(f"the engine did not answer a prompt: {output.message}")
                 place = int(output.id)
                 answers[place].token_ids.extend(output.token_ids)
                 answers[place].logprobs.extend(score.logprob for score in output.logprobs or ())

@@ -20,7 +20,7 @@ from torch import Tensor
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.topology import Topology
 from tightwire.model.adapters.peft import CONFIG_FILE
-from tightwire.model.checkpoint.errors import naming
+from tightwire.model.checkpoint.errors import ModelError, naming
 from tightwire.run_page import SAMPLES, add_lines, drop_after
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import Prompt
@@ -52,7 +52,7 @@ class Sampler(Protocol):
     ) -> list[Answer]:
         """One answer to each (tokens, seed), drawn from the model's own probabilities, without limits. Collective.
 
-        ``top``: keep so many of the most likely tokens at each place; None: the log-probability of each token.
+        ``top``: keep so many of the most likely tokens at each place; None: the log-probability of each token. ModelError: scores are not finite.
         """
         ...
 
@@ -142,7 +142,7 @@ class Rollouts:
         self._sampler.close()
 
     def run(self, batches: Sequence[Sequence[Prompt]], step: int) -> list[Answers]:
-        """Answer the prompts of the micro-batches after ``step`` steps. Collective. Raises DataError on all ranks: a reward failed."""
+        """Answer the prompts of the micro-batches after ``step`` steps. Collective. Raises on all ranks DataError: a reward failed; ModelError: scores are not finite."""
         self._load()
         groups, records = self._answer(batches, step)
         self._note([record for of_rank in self._control.gather(records) for record in of_rank])
@@ -208,14 +208,14 @@ class Rollouts:
         return groups, records
 
     def _ask(self, given: Sequence[Prompt], seeds: Sequence[int]) -> tuple[list[Answer], list[str], list[list[float]]]:
-        """An answer to each prompt, its text, and what each reward says of them. Collective. Raises DataError as ``run``."""
+        """An answer to each prompt, its text, and what each reward says of them. Collective. Raises as ``run``."""
         asked = [(prompt.token_ids, seed) for prompt, seed in zip(given, seeds, strict=True)]
         sent, begun_s = self._sampler.bytes_sent, time.perf_counter()
-        answers = self._sampler.answer(asked, self.config.answer_tokens)
-        seconds, sent = time.perf_counter() - begun_s, self._sampler.bytes_sent - sent
-        self._spent = {"answer_s": seconds, "answer_wire_bytes": sent}
-        texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
-        with self._control.failing_together(DataError):
+        with self._control.failing_together(DataError, ModelError):
+            answers = self._sampler.answer(asked, self.config.answer_tokens)
+            seconds, sent = time.perf_counter() - begun_s, self._sampler.bytes_sent - sent
+            self._spent = {"answer_s": seconds, "answer_wire_bytes": sent}
+            texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
             judged = self.config.rewards, self._rewards, given, texts
             return answers, texts, rewards_of_answers(*judged) if given else []
 
