@@ -18,6 +18,12 @@ from tightwire.training.run.early_checks import check_early, find_topology
 if TYPE_CHECKING:
     from tightwire.training.run.rollouts import Engines
 
+_NO_MEMORY = "can't allocate memory", "out of memory", "size calculation overflowed"
+_LESS_MEMORY = (
+    "`--dry-run` says what takes how much; less memory is needed with smaller values of model, data.sequence_tokens and "
+    "batch.micro_sequences, with parallel.checkpoint_blocks=auto, or with parallel.sharding=zero3 on more ranks"
+)
+
 
 def train(argv: Sequence[str], make_engines: "Callable[[], Engines] | None" = None) -> int:
     """Run ``tightwire train``: 0 after the last step or Ctrl-C, 143 after SIGTERM, 1 if it failed, 2 if refused.
@@ -37,10 +43,14 @@ def train(argv: Sequence[str], make_engines: "Callable[[], Engines] | None" = No
 
             sys.stdout.write(dry_run(config, engines=make_engines and make_engines()))
             return 0
-        config = _prepare(config)
+        return _run(_prepare(config), make_engines)
     except ValueError as error:
         return _fail(error, 2)
-    return _run(config, make_engines)
+    except (MemoryError, RuntimeError) as error:  # torch says which device; its error for a CPU has no type of its own
+        words = str(error).partition("\n")[0] or "not enough memory"
+        if not isinstance(error, MemoryError) and not any(text in words for text in _NO_MEMORY):
+            raise
+        return _fail(f"{words.rpartition('Allocator: ')[2]}. {_LESS_MEMORY}", 1)
 
 
 def _prepare(config: TrainConfig) -> TrainConfig:
@@ -67,8 +77,6 @@ def _run(config: TrainConfig, make_engines: "Callable[[], Engines] | None") -> i
         return 128 + signal.SIGTERM if ended_by == signal.SIGTERM else 0
     except run.FAILURES as error:
         return _fail(error, 1)
-    except ValueError as error:
-        return _fail(error, 2)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -92,7 +100,7 @@ def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: object, code: int) -> int:
     where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
     _say(f"tightwire train{where}: {error}")
     return code

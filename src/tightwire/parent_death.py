@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _LIBC = ctypes.CDLL(None)  # loaded here: code between fork and exec must not load libraries
 _PR_SET_PDEATHSIG = 1
@@ -86,17 +87,24 @@ def process_age_s() -> float:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], int]]:
-    """Inside ``with``, the function returns the number of the first SIGINT or SIGTERM, or 0. The second ends the process."""
-    received = 0
+    """Inside ``with``, the function returns the number of the first SIGINT or SIGTERM after its first call, or 0.
+
+    The second ends the process, and so does one before that call: until then there is nothing to save.
+    """
+    received, before = 0, dict[int, Any]()
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal received
         received = number
         signal.signal(number, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    def look() -> int:
+        if not before:
+            before.update({number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)})
+        return received
+
     try:
-        yield lambda: received
+        yield look
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -3,8 +3,6 @@
 torch is imported when a run needs it.
 """
 
-import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,26 +15,12 @@ if TYPE_CHECKING:
     from tightwire.training.run.rollouts import Engines, Sampler
     from tightwire.training.start.model import StartingModel
 
-_NO_MEMORY = "can't allocate memory", "out of memory", "size calculation overflowed"
-_LESS_MEMORY = (
-    "`--dry-run` says what takes how much; less memory is needed with smaller values of model, data.sequence_tokens and "
-    "batch.micro_sequences, with parallel.checkpoint_blocks=auto, or with parallel.sharding=zero3 on more ranks"
-)
-
 
 def train(argv: Sequence[str]) -> int:
-    """Run ``tightwire train``; exit codes as there, and 1 if memory is missing."""
+    """Run ``tightwire train``; exit codes as there."""
     from tightwire.training.cli import train as run
 
-    try:
-        return run(argv, make_engines)
-    except (MemoryError, RuntimeError) as error:  # torch says which device; its error for a CPU has no type of its own
-        words = str(error).partition("\n")[0] or "not enough memory"
-        if not isinstance(error, MemoryError) and not any(text in words for text in _NO_MEMORY):
-            raise
-        where = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
-        sys.stderr.write(f"tightwire train{where}: {words.rpartition('Allocator: ')[2]}. {_LESS_MEMORY}\n")
-        return 1
+    return run(argv, make_engines)
 
 
 def make_engines() -> "Engines":
@@ -59,7 +43,7 @@ def open_engine(
     return RolloutEngine(start, config, group, most_sequences, trainer)
 
 
-def record(*given: Any) -> "RunData | int":
+def record(*given: Any) -> "RunData":
     """The answers of a distillation's target, as ``rollout_engine.record``."""
     from tightwire.rollout_engine import record
 

@@ -8,7 +8,8 @@ together; a file is complete when it is there, so a stopped recording goes on, a
 import io
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -78,8 +79,8 @@ class Recording:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 return write_atomic(path, text.encode())
-            there = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            there = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
             raise ValueError(f"the answers in {self.folder} cannot be written or read: {error}") from None
         if unlike := [key for key in self.settings if there.get(key) != self.settings[key]]:
             key = unlike[0]
@@ -87,6 +88,19 @@ class Recording:
                 f"{self.folder} has answers that were recorded with {key}={there.get(key)!r}, not {self.settings[key]!r}; restore it, "
                 "remove the folder, or give another distill.answers"
             )
+
+    def check_recorded(self) -> None:
+        """Raises ValueError: a file is damaged, or its rows are not those of its answers."""
+        place = 0
+        for path in self.files():
+            end = place + len(_read(path).ids_PK)
+            with _naming(path), path.open(encoding="utf-8") as lines:
+                for value in map(json.loads, lines):
+                    if value["place"] != place:
+                        raise ValueError(f"an answer begins at row {value['place']}, not {place}")
+                    place += value["num_answered"]
+                if place != end:
+                    raise ValueError(f"the answers end at row {place}, not {end}")
 
     def num_after(self, number: int) -> int:
         """The number of prompts up to the end of a file."""
@@ -97,7 +111,7 @@ class Recording:
         return [number for number, path in enumerate(self.files()) if not path.exists()]
 
     def record(self, number: int, ask: Ask, ranks: Ranks) -> None:
-        """Record one file; those before it are there. Collective. Raises OSError on all ranks: it cannot be written."""
+        """Record one file; those before it are there. Collective. Raises on all ranks OSError: it cannot be written; ValueError: one is damaged."""
         first = number * _AT_ONCE
         own = range(first, self.num_after(number))[ranks.rank :: ranks.world_size]
         prompts = self._prompts(own, ask)
@@ -112,7 +126,7 @@ class Recording:
         if ranks.rank == 0:
             try:
                 self._write(number, everyone)
-            except OSError as failure:
+            except (OSError, ValueError) as failure:  # an earlier file is damaged
                 error = failure
         if error := ranks.gather(error)[0]:
             raise error
@@ -149,11 +163,24 @@ class Recording:
 
 
 def read_recorded(folder: Path) -> Recorded:
-    """The rows of all places in the files of ``folder``. Raises OSError."""
+    """The rows of all places in the files of ``folder``. Raises ValueError: one is damaged."""
     parts = [_read(path) for path in sorted(folder.glob("*.jsonl"))]
     return Recorded(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
 def _read(path: Path) -> Recorded:
-    with np.load(path.with_suffix(".npz")) as arrays:
+    with _naming(path), path.with_suffix(".npz").open("rb") as file, np.load(file) as arrays:
         return Recorded(arrays["ids"], arrays["logs"])
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Inside ``with``, every error is a ValueError that says that ``path``, or the file of its rows, is damaged."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001, numpy raises what the damage leads to
+        raise ValueError(
+            f"{path}: it or its .npz is damaged ({error}); remove it, and the same command records its answers again"
+        ) from None

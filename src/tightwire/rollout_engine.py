@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -160,7 +160,7 @@ class RolloutEngine:
             outputs = self._step()
             for output in outputs:
                 if output.finish_reason in ("error", "refused"):
-                    raise RuntimeError(f"the engine did not answer a prompt: {output.message}")
+                    raise ModelError(f"the engine did not answer a prompt: {output.message}")
                 place = int(output.id)
                 answers[place].token_ids.extend(output.token_ids)
                 answers[place].logprobs.extend(score.logprob for score in output.logprobs or ())
@@ -300,12 +300,11 @@ def record(
     start: StartingModel,
     control: Control,
     device: torch.device,
-    stop_signal: Callable[[], int],
-) -> RunData | int:
+) -> RunData:
     """Record what is missing of the answers to the prompts of ``data``. Returns them as the data of the run. Collective.
 
-    Returns the signal that some rank received meanwhile, if any; what is recorded stays. Raises ValueError on all ranks: the target
-    cannot be opened, does not fit, or the folder has other answers; OSError: it cannot be written.
+    Raises ValueError on all ranks: the target cannot be opened, does not fit, or the folder has other answers, or damaged ones; OSError:
+    it cannot be written.
     """
     with control.failing_together(ValueError):
         target = open_target(config, start)
@@ -324,13 +323,12 @@ def record(
                 if control.rank == 0:
                     told = f"{recording.num_after(number)} of {recording.num_prompts} prompts"
                     sys.stderr.write(f"{target.name} has answered {told}, {perf_counter() - begun:.0f} s\n")
-                if signal := max(control.gather_numbers(stop_signal()))[0]:
-                    return int(signal)
         finally:
             engine.close()
     documents = Documents(files=tuple(recording.files()), kind="distill")
     recorded = RunData(config=config, documents=documents, held_out_documents=None)
-    with control.failing_together(DataError):
+    with control.failing_together(ValueError):
+        recording.check_recorded()
         recorded.check_documents()
     return recorded
 

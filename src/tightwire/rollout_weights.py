@@ -327,7 +327,8 @@ class OneRank:
 
     def choose(self, plans: Sequence[Any], logits_RV: Any, banned: Sequence[bytes]) -> Any:
         if self.num_top:  # some times faster than the server's scores, which have ranks too
-            top = logits_RV[:, : self._vocab_size].topk(min(self.num_top, self._vocab_size))
+            logits_RV[:, self._vocab_size :] = -torch.inf  # padding, which the model that learns may not have
+            top = logits_RV.topk(min(self.num_top, self._vocab_size))
             logs_RK = top.values - logits_RV.logsumexp(1, keepdim=True)
             self._top = top.indices.cpu().numpy(), logs_RK.cpu().numpy()
         return self.runner.choose(plans[0], logits_RV, banned[0])

@@ -52,7 +52,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             value = json.loads(line)
         except ValueError:
             break
-        if not isinstance(value, dict) or "step" not in value:
+        if not isinstance(value, dict) or not isinstance(value.get("step"), int):
             break
         values.append(value)
     return values

@@ -1,4 +1,4 @@
-"""A server that stays stopped is ended by its ranks; one that only pauses is not."""
+"""A server that stays stopped is ended by its ranks; one that only pauses is not. Signals are noted where there is something to save."""
 
 import signal
 import subprocess
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tightwire.parent_death import end_stopped_parent, process_age_s, state_of
+from tightwire.parent_death import end_stopped_parent, process_age_s, state_of, stop_signals
 
 
 @pytest.fixture
@@ -29,6 +29,18 @@ def test_a_stopped_server_is_killed_and_says_so(
     assert process.wait(10) == -signal.SIGKILL
     watcher.join(10)
     assert f"(pid {process.pid}) has been stopped (SIGSTOP)" in capfd.readouterr().err
+
+
+def test_signals_are_noted_from_the_first_look_on() -> None:
+    with stop_signals() as look:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert look() == 0
+        signal.raise_signal(signal.SIGTERM)
+        assert look() == signal.SIGTERM
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "a second one ends the process"
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 def test_this_process_has_an_age() -> None:

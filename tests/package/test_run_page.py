@@ -100,9 +100,10 @@ def test_a_figure_that_is_no_number_is_left_out_of_its_curve(tmp_path: Path) -> 
     assert not re.search(r"\b(nan|inf)\b", text)
 
 
-def test_a_log_with_bytes_that_are_no_text_is_read_up_to_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [b'{"step": 2, \xff', b'{"step": "2"}'])
+def test_a_damaged_log_is_read_up_to_the_damage(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / LOG
-    path.write_bytes(b'{"step": 1}\n{"step": 2, \xff\n{"step": 3}\n')
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
     drop_after(path, 5)
     assert path.read_text() == '{"step": 1}\n'
 

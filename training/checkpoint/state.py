@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import tightwire
-from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.training.checkpoint.files import Chunk, FlatShard, chunks_of, keys_in, read_chunks
 from tightwire.training.checkpoint.folders import OtherRunError, read_description
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.engine.gradients import GradientCompressor
 from tightwire.training.optimizer import names_of_state
+from tightwire.training.start.model import StartingModel
 
 _OPTIMIZER, _PARAMETERS, _BETWEEN = "optimizer", "parameters", "between"
 
@@ -137,12 +137,13 @@ class Identity(NamedTuple):
 
     model: Mapping[str, Any]
     order: Mapping[str, Any]
+    start: str  # a fingerprint of the starting model's weights
 
 
-def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: str) -> Identity:
+def identity_of(config: TrainConfig, start: StartingModel, *, files: str) -> Identity:
     """``files``: a fingerprint of the data files."""
-    data = config.model_dump(mode="json")["data"]
-    sizes = {key: value for key, value in config_to_hf(llama).items() if key not in ("torch_dtype", "architectures")}
+    data, in_hf = config.model_dump(mode="json")["data"], config_to_hf(start.config)
+    sizes = {key: value for key, value in in_hf.items() if key not in ("torch_dtype", "architectures")}
     if config.model.lora is not None:
         sizes["lora"] = config.model.lora.model_dump(exclude={"dropout"})
     if config.head != "tokens":
@@ -152,9 +153,8 @@ def identity_of(config: TrainConfig, llama: LlamaConfig, *, name: str, files: st
             "distill": config.distill and config.distill.model_dump(exclude={"answers"}),
             "layers": config.model.layers,
         }
-    return Identity(
-        model={"name": name, **sizes}, order={"seed": config.seed, "files": files, **{key: data[key] for key in _ORDER}}
-    )
+    order = {"seed": config.seed, "files": files, **{key: data[key] for key in _ORDER}}
+    return Identity(model={"name": start.name, **sizes}, order=order, start=start.fingerprint)
 
 
 def describe_checkpoint(
@@ -164,8 +164,7 @@ def describe_checkpoint(
     return {
         "step": step,
         "position": position,
-        "model": dict(identity.model),
-        "order": dict(identity.order),
+        **identity._asdict(),
         "frozen_sum": frozen_sum,
         "optimizer": config.optimizer.torch_name,
         "between": config.parallel.between.kind,
@@ -183,7 +182,11 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
     compressor or ``schedule.steps`` do not fit.
     """
     description = read_description(folder)
-    if differing := _difference(description["model"], identity.model):
+    differing = _difference(description["model"], identity.model)
+    is_renamed = description["config"]["model"]["start"] != config.model.start  # under one name weights may change
+    if is_renamed and description.get("start", identity.start) != identity.start:
+        differing = differing or f"model.start={config.model.start} has other weights than its run began with"
+    if differing:
         names = description["model"]["name"], identity.model["name"]
         named = " ({}, not {})".format(*names) if names[0] != names[1] else ""
         raise OtherRunError(

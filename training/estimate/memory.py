@@ -52,12 +52,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0  # bytes
+        self.now = self.most = 0  # bytes; ``most`` since the start, or since it was set
         self._known: dict[int, weakref.ref[Any]] = {}
-
-    def start_anew(self) -> None:
-        """Restart ``most`` from the bytes that are live now."""
-        self.most = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -114,7 +110,7 @@ def activation_bytes(
         nonlocal most_before
         if bucket.block is not None and not most_before:
             most_before = live.most
-            live.start_anew()
+            live.most = live.now
 
     def nothing(*_: Any, **__: Any) -> None: ...
 

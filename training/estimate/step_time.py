@@ -168,7 +168,8 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
         for task in running:
             left.setdefault(task.name, [task.fixed_s, task.wire_s])
         sending = sum(left[task.name][0] <= _NO_TIME for task in running)
-        step_s = min(_until_next(left[task.name], sending) for task in running)
+        of_running = (left[task.name] for task in running)
+        step_s = min(fixed_s if fixed_s > _NO_TIME else max(0.0, wire_s) * sending for fixed_s, wire_s in of_running)
         now += step_s
         for task in running:
             own = left[task.name]
@@ -180,8 +181,3 @@ def simulate(tasks: Sequence[Task]) -> dict[str, float]:
                 ends[task.name] = now
                 queues[task.actor].popleft()
     return ends
-
-
-def _until_next(left: Sequence[float], sending: int) -> float:
-    fixed_s, wire_s = left
-    return fixed_s if fixed_s > _NO_TIME else max(0.0, wire_s) * sending

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from tightwire.comm.group.topology import Topology
-from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.errors import naming
 from tightwire.model.checkpoint.header import check_name
 from tightwire.training.checkpoint.folders import find_checkpoint
 from tightwire.training.config.tree import TrainConfig
@@ -28,21 +28,16 @@ def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology
 def check_early(config: TrainConfig, topology: Topology) -> RunData:
     """The run's data, after all checks that need no torch. Raises ValueError: the run would fail its later checks."""
     config.check_ranks(topology)
-    _check_start("model.start", config.model.start)
-    _check_start("distill.target", config.distill.target if config.distill else "")
+    models = {"model.start": config.model.start, "distill.target": config.distill.target if config.distill else ""}
+    for key, name in models.items():
+        with naming(key):
+            if name:
+                check_name(name)
     data = RunData.find(config)
     data.check_documents()
     if topology.rank == 0:
         _check_run_folder(config)
     return data
-
-
-def _check_start(key: str, start: str) -> None:
-    try:
-        if start:
-            check_name(start)
-    except ModelError as error:
-        raise ValueError(f"{key}: {error}") from None
 
 
 def _check_run_folder(config: TrainConfig) -> None:

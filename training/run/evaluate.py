@@ -1,6 +1,6 @@
 """Computes the mean loss on held-out sequences over all ranks, and writes greedy continuations of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,7 +23,9 @@ class Evaluator:
         start: StartingModel,
         control: Control,
         sequences: Sequence[TokenSequence | Row],
+        stop_signal: Callable[[], int],
     ) -> None:
+        self._stop_signal = stop_signal
         self._config, self._trained, self._start, self._control = config.evaluation, trained, start, control
         self._is_chat = config.data.kind != "text"
         at_once, own = config.batch.micro_sequences, list(sequences[control.rank :: control.world_size])
@@ -34,24 +36,25 @@ class Evaluator:
         batch.targets_BS[len(own) :] = IGNORED
         self._batches = batch.split(at_once)
 
-    def run(self, step: int) -> EvaluationRecord:
-        """Evaluate the weights after ``step`` steps: the same record on all ranks. Collective."""
-        model = self._trained.model
+    def run(self, step: int) -> EvaluationRecord | int:
+        """Evaluate the weights after ``step`` steps: the same record on all ranks, or the signal that some rank received. Collective."""
+        model, objective = self._trained.model, self._trained.objective
+        totals, samples = list[list[float]](), list[tuple[str, str]]()
         model.eval()
         with self._trained.engine.evaluation():
-            loss, figures, tokens = self._loss()
-            samples = tuple((prompt, self._continue(prompt)) for prompt in self._config.prompts)
+            for part in (*self._batches, *self._config.prompts):
+                if signal := max(self._control.gather_numbers(self._stop_signal()))[0]:
+                    return int(signal)
+                if isinstance(part, str):
+                    samples.append((part, self._continue(part)))
+                else:
+                    totals.append(objective.total(model, part))
         model.train()
-        return EvaluationRecord(step=step, held_out_loss=loss, tokens=tokens, samples=samples, figures=figures)
-
-    def _loss(self) -> tuple[float, dict[str, float], int]:
-        """(mean loss in nats per token or pair, means of the objective's figures, number of tokens or pairs)."""
-        objective = self._trained.objective
-        totals = [objective.total(self._trained.model, batch) for batch in self._batches]
         own = [sum(column) for column in zip(*totals, strict=True)]
         items, *sums = (sum(column) for column in zip(*self._control.gather_numbers(*own), strict=True))
-        loss, *figures = (total / items for total in sums)
-        return loss, dict(zip(objective.figures, figures, strict=True)), int(items)
+        loss, *means = (total / items for total in sums)
+        told = {"samples": tuple(samples), "figures": dict(zip(objective.figures, means, strict=True))}
+        return EvaluationRecord(step=step, held_out_loss=loss, tokens=int(items), **told)
 
     def _continue(self, prompt: str) -> str:
         """The greedy continuation, cut at the end token."""

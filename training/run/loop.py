@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from tightwire.kernels.cpu.allocator import trim_freed_memory
+from tightwire.model.checkpoint.errors import ModelError
 from tightwire.threads import ReadAhead
 from tightwire.training.checkpoint.files import Checkpointer
 from tightwire.training.checkpoint.folders import CheckpointError, newest_before, step_of
@@ -45,7 +46,7 @@ class Loop:
     trained: Trained
     control: Control
     batches: ReadAhead[Any]
-    evaluate: Callable[[int], EvaluationRecord] | None
+    evaluate: Callable[[int], EvaluationRecord | int] | None
     checkpointer: Checkpointer
     describe: Callable[[int, int], Mapping[str, Any]]  # a checkpoint's metadata, by step and position
     terminal: Terminal
@@ -83,11 +84,17 @@ class Loop:
             saves = signal or is_broken or is_last or self._due(self.config.checkpoint.every)
             if saves or evaluates:
                 self._check_finite()
-            if evaluates and not signal and not is_broken and self.evaluate is not None:
+            if evaluates and not signal and not is_broken and self.evaluate is not None:  # after a signal, save at once
                 try:
-                    self._log_record(self.evaluate(self.step))  # after a signal, save at once
+                    found = self.evaluate(self.step)
+                    if isinstance(found, int):  # a signal ended it
+                        signal = saves = found
+                    else:
+                        self._log_record(found)
                 except DataError as error:  # a reward failed
                     self._data_error, is_broken, saves = str(error), True, True
+                except ModelError as error:
+                    self._diverge(f"after step {self.step}: {error}")
             if saves:
                 self._save()
             if is_broken:
@@ -131,12 +138,12 @@ class Loop:
         """Replace the prompts of the next step by their answers. Collective."""
         is_whole = len(self._upcoming) == self._accumulation and not self.stop_signal()
         try:
-            if all(whole for (whole,) in self.control.gather_numbers(is_whole)):
-                self._upcoming = rollouts.run(self._upcoming, self.step)
-            else:
-                self._upcoming = []
+            all_are = all(whole for (whole,) in self.control.gather_numbers(is_whole))
+            self._upcoming = rollouts.run(self._upcoming, self.step) if all_are else []
         except DataError as error:
             self._upcoming, self._data_error = [], str(error)
+        except ModelError as error:
+            self._diverge(f"after step {self.step}: {error}")
 
     @property
     def _keeps_answers(self) -> bool:
@@ -243,24 +250,21 @@ class Loop:
         """Raise DivergedError. Collective: the norm is the same on all ranks."""
         grads = {shard.name: shard.flat_N.grad for shard in self._state.shards}
         own = [name for name, grad in grads.items() if grad is not None and not grad.isfinite().all()]
-        self._complete_checkpoint(raising=False)
         ranks = self.control.gather((loss, own))
-        names = sorted({name for _, names in ranks for name in names})
+        names = ", ".join(sorted({name for _, names in ranks for name in names})) or "no single shard"
         losses = ", ".join(f"{loss:.4g}" for loss, _ in ranks)
-        raise DivergedError(
-            f"step {self.step + 1}: the gradient is inf or NaN in {', '.join(names) or 'no single shard'} (the "
-            f"ranks' losses: {losses}); {self._advice()}"
-        )
+        self._diverge(f"step {self.step + 1}: the gradient is inf or NaN in {names} (the ranks' losses: {losses})")
 
     def _check_finite(self) -> None:
         """Raise DivergedError if weights or optimizer state are not finite. Collective."""
-        names = sorted({name for names in self.control.gather(find_not_finite(self._state)) for name in names})
-        if names:
-            self._complete_checkpoint(raising=False)
-            raise DivergedError(
-                f"step {self.step}: weights or optimizer state are inf or NaN in {', '.join(names)}; they are not "
-                f"saved, and {self._advice()}"
-            )
+        ranks = self.control.gather(find_not_finite(self._state))
+        if names := ", ".join(sorted({name for own in ranks for name in own})):
+            self._diverge(f"step {self.step}: weights or optimizer state are inf or NaN in {names}; they are not saved")
+
+    def _diverge(self, what: str) -> NoReturn:
+        """Raise DivergedError. Collective."""
+        self._complete_checkpoint(raising=False)
+        raise DivergedError(f"{what}; {self._advice()}")
 
     def _advice(self) -> str:
         """How to continue. A checkpoint counts as good only if it is older than the failed step."""

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.topology import Topology
 from tightwire.model.adapters.peft import CONFIG_FILE
+from tightwire.model.checkpoint.errors import ModelError, naming
 from tightwire.run_page import SAMPLES, add_lines, drop_after
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import Prompt
@@ -50,7 +52,7 @@ class Sampler(Protocol):
     ) -> list[Answer]:
         """One answer to each (tokens, seed), drawn from the model's own probabilities, without limits. Collective.
 
-        ``top``: keep so many of the most likely tokens at each place; None: the log-probability of each token.
+        ``top``: keep so many of the most likely tokens at each place; None: the log-probability of each token. ModelError: scores are not finite.
         """
         ...
 
@@ -65,14 +67,15 @@ class Engines(NamedTuple):
     """What answers prompts. ``record``: has the target of a distillation answer. ``bytes``: what a rank's engine holds, by kind."""
 
     open: OpenSampler
-    record: Callable[..., RunData | int]
+    record: Callable[..., RunData]
     bytes: Callable[[TrainConfig, Topology], Mapping[str, int]]
 
 
 def find_reward(name: str, device: torch.device) -> Reward:
     """Raises ValueError: there is no such function or folder."""
     if (Path(name) / CONFIG_FILE).is_file():
-        return RewardModel.open(Path(name), device)
+        with naming(f"rewards: {name}", "it is damaged", OSError, LookupError, TypeError, ValueError, SafetensorError):
+            return RewardModel.open(Path(name), device)
     if "" not in sys.path:
         sys.path.append("")  # modules of the folder that the run is started in
     try:
@@ -139,7 +142,7 @@ class Rollouts:
         self._sampler.close()
 
     def run(self, batches: Sequence[Sequence[Prompt]], step: int) -> list[Answers]:
-        """Answer the prompts of the micro-batches after ``step`` steps. Collective. Raises DataError on all ranks: a reward failed."""
+        """Answer the prompts of the micro-batches after ``step`` steps. Collective. Raises on all ranks DataError: a reward failed; ModelError: scores are not finite."""
         self._load()
         groups, records = self._answer(batches, step)
         self._note([record for of_rank in self._control.gather(records) for record in of_rank])
@@ -186,6 +189,7 @@ class Rollouts:
             tokens = [prompt.token_ids for prompt in asked[own]]
             groups.append(Answers.of(tokens, answers[own], scores_B[own], counts_B[own]))
             first = own.stop
+        name = self._objective.score_name
         records = [
             {
                 "step": step + 1,
@@ -195,25 +199,23 @@ class Rollouts:
                 "rewards": dict(zip(config.rewards, numbers, strict=True)),
                 "tokens": len(answer.token_ids),
                 "ended": answer.ended,
+                **({name: score} if name else {}),
             }
-            for prompt, text, total, numbers, answer in zip(
-                asked, texts, totals.tolist(), zip(*each_reward, strict=True), answers, strict=True
+            for prompt, text, total, numbers, answer, score in zip(
+                asked, texts, totals.tolist(), zip(*each_reward, strict=True), answers, scores_B.tolist(), strict=True
             )
         ]
-        if name := self._objective.score_name:
-            for record, score in zip(records, scores_B.tolist(), strict=True):
-                record[name] = score
         return groups, records
 
     def _ask(self, given: Sequence[Prompt], seeds: Sequence[int]) -> tuple[list[Answer], list[str], list[list[float]]]:
-        """An answer to each prompt, its text, and what each reward says of them. Collective. Raises DataError as ``run``."""
+        """An answer to each prompt, its text, and what each reward says of them. Collective. Raises as ``run``."""
         asked = [(prompt.token_ids, seed) for prompt, seed in zip(given, seeds, strict=True)]
         sent, begun_s = self._sampler.bytes_sent, time.perf_counter()
-        answers = self._sampler.answer(asked, self.config.answer_tokens)
-        seconds, sent = time.perf_counter() - begun_s, self._sampler.bytes_sent - sent
-        self._spent = {"answer_s": seconds, "answer_wire_bytes": sent}
-        texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
-        with self._control.failing_together(DataError):
+        with self._control.failing_together(DataError, ModelError):
+            answers = self._sampler.answer(asked, self.config.answer_tokens)
+            seconds, sent = time.perf_counter() - begun_s, self._sampler.bytes_sent - sent
+            self._spent = {"answer_s": seconds, "answer_wire_bytes": sent}
+            texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
             judged = self.config.rewards, self._rewards, given, texts
             return answers, texts, rewards_of_answers(*judged) if given else []
 

@@ -94,9 +94,7 @@ class Run:
         check_same_configuration(config, data, ranks.control)
         self._folder = make_run_folder(config, ranks.control, ranks.held)
         self._start = _open_starting_model(config, data, self._folder, ranks)
-        self._identity = identity_of(
-            config, self._start.config, name=self._start.name, files=describe_files(data.documents.files)
-        )
+        self._identity = identity_of(config, self._start, files=describe_files(data.documents.files))
         if config.parallel.checkpoint_blocks == "auto":
             topology = Topology(0, ranks.groups.world_size, num_nodes=ranks.groups.num_nodes)
             usable = usable_bytes(ranks.groups.device, find_topology(os.environ, None).ranks_per_node)
@@ -123,10 +121,7 @@ class Run:
         config, control, start, trained = self._config, self._control, self._start, self._trained
         checkpoint, step, position, answers = self._load()
         if config.distill is not None:  # the target's answers are the data
-            given = config, self._data, start, control, trained.device, stop_signal
-            if isinstance(recorded := self._need_engines().record(*given), int):
-                return recorded
-            self._data = recorded
+            self._data = self._need_engines().record(config, self._data, start, control, trained.device)
         terminal = Terminal(config.schedule.steps, config.log.every, rank=control.rank, done=step)
         log = evaluate = rollouts = None
         closed, ahead = Event(), max(_READ_AHEAD, config.batch.accumulation(control.world_size))
@@ -149,7 +144,7 @@ class Run:
             if config.evaluation.every and (rollouts is None or has_held_out):
                 held_out: Any = held_out_sequences(self._data, pack)
                 if rollouts is None:
-                    evaluate = Evaluator(config, trained, start, control, held_out).run
+                    evaluate = Evaluator(config, trained, start, control, held_out, stop_signal).run
                 else:
                     evaluate = partial(rollouts.evaluate, held_out)
             with control.failing_together(OSError):  # from here on nothing refuses the run

@@ -17,7 +17,7 @@ from tightwire.training.config.learning import LoraConfig
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _CRITIC_A, _CRITIC_B = ".critic_A.weight", ".critic_B.weight"
-_HALVES, _VALUE = (_A, _B, _CRITIC_A, _CRITIC_B), "lm_head.value.weight"
+_HALVES, CRITIC_HEAD = (_A, _B, _CRITIC_A, _CRITIC_B), "lm_head.value.weight"
 # What computes a row: the trained adapter, none, or the second adapter of PPO.
 Role = Literal["actor", "base", "critic"]
 _TRAINED: Sequence[Role] = ("actor", "critic")
@@ -96,11 +96,6 @@ def base_of(name: str) -> str | None:
     return next((f"{name.removesuffix(half)}.weight" for half in _HALVES if name.endswith(half)), None)
 
 
-def is_value(name: str) -> bool:
-    """True of the critic's head."""
-    return name == _VALUE
-
-
 def actors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The matrices of the trained adapter."""
     return ((name, tensor) for name, tensor in tensors if name.endswith((_A, _B)))
@@ -108,11 +103,11 @@ def actors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]
 
 def critics(tensors: Iterable[tuple[str, Tensor]], head: str) -> Iterator[tuple[str, Tensor]]:
     """The critic's adapter and head as those of a reward model, whose head is named ``head``."""
-    names = {_CRITIC_A: _A, _CRITIC_B: _B, _VALUE: head}
+    names = {_CRITIC_A: _A, _CRITIC_B: _B, CRITIC_HEAD: head}
     for name, tensor in tensors:
         for end, other in names.items():
             if name.endswith(end):
-                yield other if end == _VALUE else name.replace(end, other), tensor
+                yield other if end == CRITIC_HEAD else name.replace(end, other), tensor
 
 
 def initial_matrix(name: str, base_shape: tuple[int, ...], config: LoraConfig, seed: int) -> Tensor:

@@ -22,7 +22,7 @@ from tightwire.model.checkpoint.hf_config import config_from_hf, config_to_hf
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import CheckpointReader
 from tightwire.model.layout import keep_layers
-from tightwire.model.open import open_checkpoint
+from tightwire.model.open import fingerprint, open_checkpoint
 from tightwire.model.text.tokenizer import (
     BOS,
     END_OF_TURN,
@@ -38,7 +38,7 @@ from tightwire.model.text.tokenizer import (
 from tightwire.training.config.learning import LoraConfig
 from tightwire.training.config.tree import BPE, BYTES, PACKED, ModelConfig, ShapeConfig, TrainConfig
 from tightwire.training.engine.flat_parameters import BucketPlan, plan_buckets
-from tightwire.training.start.lora import add_lora, base_of, initial_matrix, is_value
+from tightwire.training.start.lora import CRITIC_HEAD, add_lora, base_of, initial_matrix
 from tightwire.whole_folder import whole_folder
 
 HEAD_NAME, _LAYERS = "lm_head.weight", "model.layers."
@@ -59,6 +59,7 @@ class StartingModel:
     seed: int = 0
     head: str = "tokens"
     layers: Sequence[int] = ()  # of the checkpoint; empty: all
+    fingerprint: str = ""  # of the checkpoint's weights
 
     def tempered(self, temperature: float) -> Self:
         """The same model with logits divided by ``temperature``."""
@@ -80,7 +81,7 @@ class StartingModel:
         """Read a whole tensor in float32 by its Hugging Face name; an adapter's matrices have their initial values."""
         if self.lora is not None and (base := base_of(name)) is not None:
             return initial_matrix(name, self.reader.shape(base), self.lora, self.seed)
-        if is_value(name) or (self.head == "reward" and name == HEAD_NAME):
+        if name == CRITIC_HEAD or (self.head == "reward" and name == HEAD_NAME):
             return torch.zeros(1, self.config.hidden_size)  # all rewards and values are 0 at first
         out = torch.empty(self.reader.shape(own := _stored_name(name, self.layers)))
         self.reader.read_into(out, own, rows=range(len(out)))
@@ -113,6 +114,7 @@ def open_starting_model(
             seed=seed,
             head=config.head,
             layers=config.layers,
+            fingerprint=fingerprint(checkpoint),
         )
     if config.tokenizer.startswith(BPE):
         tokenizer = train_bpe(int(config.tokenizer.removeprefix(BPE)), keep_in, texts, **how)

@@ -49,9 +49,11 @@ class RewardModel:
         tokenizer, llama = checkpoint.tokenizer(), checkpoint.config
         start = StartingModel(name=checkpoint.name, config=llama, reader=checkpoint.reader(), tokenizer=tokenizer)
         model: Any = build_model(llama, device=device, lora=lora, head="reward").eval()
-        for name, _ in [*model.named_parameters()]:
+        for name, parameter in [*model.named_parameters()]:
             own = stored.get(f"{PREFIX}{SCORE_NAME if name == HEAD_NAME else name}")
             values = (start.read(name) if own is None else own).to(device, torch.float32)
+            if values.shape != parameter.shape:
+                raise ModelError(f"{name}: r and the base model require {parameter.shape}, got {values.shape}")
             module, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module), attribute, nn.Parameter(values, requires_grad=False))
         plain = partial(tokenizer.encode, add_special_tokens=False)

@@ -11,10 +11,12 @@ import torch
 from helpers.training.training_runs import StopAfter, log_lines, losses, make_config, train
 from tiny import VARIANTS, make_tiny
 
+from tightwire.model.checkpoint.errors import ModelError
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.chats import up_to_answer
 from tightwire.training.data.documents import DataError
+from tightwire.training.run.rollouts import find_reward
 from tightwire.training.start.reward import RewardModel
 
 _REWARD_RUNS = (("alone",), ("parted",), ("shared", "parallel={sharding: zero3, checkpoint_blocks: all}"))
@@ -118,6 +120,23 @@ def test_a_reward_model_learns_preferences_and_its_folder_scores_answers(tmp_pat
         DataError, match=r"an answer of 5\d\d\d tokens with its prompt; the reward model has \d+ positions"
     ):
         reward([prompt], ["x" * 5000])
+    _damaged_rewards_are_named(tmp_path / "alone" / "adapter")
+
+
+def _damaged_rewards_are_named(folder: Path) -> None:
+    weights, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    before = weights.read_bytes(), json.loads(settings.read_text())
+    for content, changes, words in (
+        (before[0][:999], {}, "it is damaged: Error while deserializing header"),
+        (b"", {}, "it is damaged: Error while deserializing header"),
+        (before[0], {"r": 3}, "lora_A.weight: r and the base model require"),
+        (before[0], {"base_model_name_or_path": None}, "it is damaged: expected string"),
+        (before[0], {"base_model_name_or_path": "/nowhere"}, "no such model: '/nowhere'"),
+    ):
+        weights.write_bytes(content)
+        settings.write_text(json.dumps(before[1] | changes))
+        with pytest.raises(ModelError, match=rf"rewards: .*adapter: .*{words}"):
+            find_reward(str(folder), torch.device("cpu"))
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="PEFT is not installed (pip install peft)")

@@ -14,7 +14,6 @@ from tiny import make_tiny
 from tightwire.model.open import open_checkpoint
 from tightwire.post_training import make_engines
 from tightwire.recorded_answers import read_recorded
-from tightwire.run_page import LOG
 from tightwire.training.checkpoint.folders import OtherRunError
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
@@ -94,8 +93,8 @@ def test_a_stopped_run_resumes_to_the_bit_and_ranks_learn_the_same(tmp_path: Pat
     alone, parted = _config(tmp_path, run="alone"), _config(tmp_path, run="parted")
     shared = _config(tmp_path, "parallel.sharding=zero3", run="shared")
     _train(alone)
-    assert _train(parted, stop_signal=lambda: 2) == [2], "in the recording, which stays"
-    assert not (Path(parted.run) / LOG).exists() and len(_answers(parted)) == _PROMPTS
+    assert _train(parted, stop_signal=lambda: 2) == [2], "behind the recording, which stays"
+    assert not losses(parted) and len(_answers(parted)) == _PROMPTS
     _train(parted, stop_signal=StopAfter(parted, 3))
     _train(parted)
     _train(shared, 2)
@@ -126,6 +125,40 @@ def test_the_target_asks_itself_and_another_run_learns_from_the_same_answers(tmp
         _train(_config(tmp_path, "distill.questions=20", f"distill.answers={tmp_path / 'answers'}", run="third"))
     with pytest.raises(OtherRunError, match="distill is"):
         _train(_config(tmp_path, "distill.questions=250", "distill.top=8", "schedule.steps=3"))
+
+
+def test_damaged_answers_are_named_and_can_be_recorded_again(tmp_path: Path) -> None:
+    config = _config(tmp_path, "schedule={steps: 1}")
+    _train(config)
+    rows, lines = (config.answers_folder / f"00000.{end}" for end in ("npz", "jsonl"))
+    before = {path: path.read_bytes() for path in (rows, lines)}
+    for path, content in ((lines, before[lines][:-99]), (lines, b'{"place": 7}'), (rows, b"")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"00000.jsonl: it or its .npz is damaged \(.*\); remove it, and the same"):
+            _train(config)
+        path.write_bytes(before[path])
+    rows.write_bytes(b"PK")
+    lines.unlink()
+    _train(config)
+    assert {path: path.read_bytes() for path in (rows, lines)} == before
+
+    (config.answers_folder / "settings.json").write_text("[]")
+    with pytest.raises(ValueError, match="has answers that were recorded with target=None, not"):
+        _train(config)
+
+
+def test_a_target_with_padding_never_answers_with_it(tmp_path: Path) -> None:
+    """Models of a family have the same tokens and unlike padding behind them."""
+    padded = make_tiny(tmp_path / "target", vocab_size=2 * _VOCAB)
+    tokenizer = make_tiny(tmp_path / "plain") / "tokenizer.json"
+    (padded / "tokenizer.json").write_text(tokenizer.read_text())
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "say"}]}\n' * _PROMPTS)
+    config = _config(tmp_path, "schedule={steps: 1}", "distill.top=400")
+    _train(config)
+
+    assert max(max(each["tokens"]) for each in _answers(config)) < _VOCAB
+    recorded = read_recorded(config.answers_folder)
+    assert recorded.ids_PK.max() < _VOCAB and np.exp(recorded.logs_PK).sum(1) == pytest.approx(1, abs=1e-4)
 
 
 def test_another_vocabulary_and_missing_room_are_refused(tmp_path: Path) -> None:

@@ -13,15 +13,17 @@ from tiny import VARIANTS
 
 from tightwire import run_page
 from tightwire.comm.group.topology import Topology
+from tightwire.model.checkpoint.errors import ModelError
 from tightwire.post_training import make_engines
+from tightwire.rollout_engine import RolloutEngine
 from tightwire.run_page import SAMPLES
-from tightwire.training.checkpoint.folders import OtherRunError
+from tightwire.training.checkpoint.folders import OtherRunError, checkpoints_in
 from tightwire.training.config.learning import PpoConfig
 from tightwire.training.config.read import ConfigError
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.run import rollouts
-from tightwire.training.run.loop import BrokenDataError
+from tightwire.training.run.loop import BrokenDataError, DivergedError
 from tightwire.training.run.rollouts import find_reward
 from tightwire.training.start.reward import RewardModel
 
@@ -219,6 +221,32 @@ def test_groups_with_equal_rewards_change_nothing(tmp_path: Path) -> None:
     _train(config, 2)
 
     assert [(line["loss"], line["grad_norm"], line["even_groups"]) for line in log_lines(config)] == [(0, 0, 1)] * 2
+
+
+def test_scores_that_are_not_finite_end_the_run_and_the_checkpoint_before_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ruinous = "optimizer={lr: 1e30, clip_norm: null}", "schedule.warmup_steps=0"
+    with pytest.raises(
+        DivergedError, match=r"after step 1: .* scores .* not finite .*; there is no checkpoint yet. The"
+    ):
+        _train(_config(tmp_path, *ruinous), 2)
+
+    answer, asked = RolloutEngine.answer, []
+
+    def fail(engine: RolloutEngine, *given: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 6:  # of one rank, in the third step
+            raise ModelError("not finite")
+        return answer(engine, *given)
+
+    monkeypatch.setattr(RolloutEngine, "answer", fail)
+    config = _config(tmp_path, "checkpoint.every=1", run="late")
+    with pytest.raises(
+        DivergedError, match="after step 2: not finite; the last good checkpoint is .*step-00000001. The"
+    ):
+        _train(config, 2)
+    assert [path.name for path in checkpoints_in(tmp_path / "late")] == ["step-00000001"]
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_weights_saved(tmp_path: Path) -> None:

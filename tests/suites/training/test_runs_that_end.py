@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.training.training_runs import log_lines, losses, make_config, train
+from tiny import make_tiny
 
 from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError, checkpoints_in
 from tightwire.training.data.documents import DataError
 from tightwire.training.engine.engine import Engine
 from tightwire.training.run.loop import BrokenDataError, DivergedError
 from tightwire.training.start.model import StartingModel
+from tightwire.training.start.objective import NextToken
 from tightwire.whole_folder import only_user
 
 _RUINOUS = ("optimizer={name: sgd, lr: 1e30, weight_decay: 0, clip_norm: null}", "schedule.warmup_steps=0")
@@ -56,6 +58,17 @@ def test_a_signal_before_the_first_step_ends_the_run(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     assert train(config, 2, stop_signal=lambda: 15) == [15, 15]
     assert not log_lines(config) and not checkpoints_in(Path(config.run))
+
+
+def test_a_signal_ends_an_evaluation_and_the_run_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated, total = [], NextToken.total
+    monkeypatch.setattr(NextToken, "total", lambda *given: evaluated.append(1) or total(*given))
+    config = make_config(tmp_path, "evaluation.every=2", "evaluation.prompts=[a]")
+    assert train(config, 2, stop_signal=lambda: 15 if evaluated else 0) == [15, 15]
+
+    assert len(evaluated) == 2, "a batch on each rank"
+    assert [path.name for path in checkpoints_in(tmp_path / "run")] == ["step-00000002"]
+    assert [line["step"] for line in log_lines(config)] == [1, 2]
 
 
 def test_damaged_data_ends_a_run_and_saves_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,6 +132,20 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(tmp_path: Path) 
     ):
         with pytest.raises(OtherRunError, match=words):
             train(make_config(tmp_path, override))
+
+
+def test_a_checkpoint_of_another_model_of_the_same_sizes_is_refused(tmp_path: Path) -> None:
+    """Exports of different runs have one name. The same weights may be elsewhere."""
+    for folder, seed in (("one", 0), ("other", 1), ("copy", 0)):
+        make_tiny(tmp_path / folder / "model", seed=seed)
+    steps = "schedule={steps: 1, warmup_steps: 0}"
+    train(make_config(tmp_path, f"model={{start: {tmp_path}/one/model}}", steps))
+
+    with pytest.raises(
+        OtherRunError, match=r"of another model: model.start=.*other/model has other weights than its run began with"
+    ):
+        train(make_config(tmp_path, f"model={{start: {tmp_path}/other/model}}"), 2)
+    train(make_config(tmp_path, f"model={{start: {tmp_path}/copy/model}}", steps))
 
 
 def test_a_refused_run_leaves_the_configuration_of_the_run_before(tmp_path: Path) -> None:

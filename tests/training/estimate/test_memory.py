@@ -147,7 +147,7 @@ def test_live_bytes_count_referenced_tensors() -> None:
         del first
         second.add_(1)
         assert (live.now, live.most) == (4000, 8000)
-        live.start_anew()
+        live.most = live.now
         torch.empty(10)
         assert (live.now, live.most) == (4000, 4040)
 
