@@ -123,8 +123,7 @@ def answer(model: PreTrainedModel, prompts: Mapping[str, Sequence[int]], num_tok
     longest = max(map(len, prompts.values()))
     padding = [longest - len(ids) for ids in prompts.values()]
     inputs = torch.tensor([[0] * pad + list(ids) for pad, ids in zip(padding, prompts.values(), strict=True)])
-    columns = torch.arange(longest + num_tokens)
-    mask = (columns >= torch.tensor(padding)[:, None]).long()
+    mask = (torch.arange(longest + num_tokens) >= torch.tensor(padding)[:, None]).long()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     past, rows, tokens, stop = None, list[Tensor](), list[Tensor](), longest
     for _ in range(num_tokens):

@@ -223,7 +223,7 @@ def test_too_few_samples_are_reported(tmp_path: Path, capsys: pytest.CaptureFixt
     _, result, text = compare(tmp_path, few, few, capsys=capsys)
 
     assert set(verdicts(result, "ttft_s").values()) == {"too few rounds"}
-    assert "3 cells have too few rounds to tell" in text
+    assert "3 with too few rounds to tell" in text
 
 
 def test_brackets_in_names_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
