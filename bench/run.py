@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -92,7 +93,11 @@ class Bench(ABC, Generic[_Options]):
         except tuple(kind for kind, _ in failures) as failure:
             error = str(failure)
             status = next(code for kind, code in failures if isinstance(failure, kind))
-        return self._end(error, status)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a file without its companions would look complete
+        try:
+            return self._end(error, status)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def keep(self) -> None:
         """Write JSON and CSV with the cells measured so far; quick enough between two rounds."""

@@ -172,8 +172,7 @@ def _in_folder(
 
 
 def _open_prepared(folder: Path) -> Checkpoint:
-    config = _folder_config(folder)
-    prepared = open_prepared(folder, config)
+    prepared = open_prepared(folder, _folder_config(folder))
 
     def no_reader() -> CheckpointReader:
         raise ModelError(
@@ -181,7 +180,7 @@ def _open_prepared(folder: Path) -> Checkpoint:
             f"everything else needs the original model ({prepared.manifest.model})"
         )
 
-    return _in_folder(folder, config, prepared.manifest.model, no_reader, prepared=prepared)
+    return _in_folder(folder, prepared.config, prepared.manifest.model, no_reader, prepared=prepared)
 
 
 def _folder_config(folder: Path) -> LlamaConfig:

@@ -143,8 +143,7 @@ class TensorParallel:
 
     def sum_small(self, x: Tensor, site: str, phase: str) -> Tensor:
         """Return the exact sum of all ranks' small tensors, in the ranks' order. Cost: W - 1 times its bytes a rank."""
-        gathered = all_gather(self._group, x.contiguous(), phase=phase, site=site)
-        return torch.stack(gathered).sum(0)
+        return torch.stack(all_gather(self._group, x.contiguous(), phase=phase, site=site)).sum(0)
 
     def _sum(
         self, all_reduce: AllReduce | None, partial_TD: Tensor, phase: str, label: str, feedback: Feedback | None

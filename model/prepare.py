@@ -130,7 +130,8 @@ def _write_small_files(job: _Job, folder: Path) -> dict[str, str]:
     (folder / "config.json").write_text(json.dumps(config_to_hf(config), indent=1) + "\n")
     job.checkpoint.tokenizer().save(folder)
     if job.checkpoint.generation:
-        generation = {**job.checkpoint.generation, "eos_token_id": list(config.eos_token_ids)}
+        ends = {"eos_token_id": list(config.eos_token_ids)} if config.eos_token_ids else {}
+        generation = {**job.checkpoint.generation, **ends}
         (folder / _GENERATION).write_text(json.dumps(generation, indent=1) + "\n")
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 

@@ -133,7 +133,7 @@ def _conclude(facts: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
     if count := facts["regressions"]:
         return f"{count} regression{'s' * (count > 1)}: by {deciding}, B is worse by more than {limit} with its whole interval"
     few = sum(cell["verdict"] == TOO_FEW for cell in cells if cell["metric"] in facts["deciding"])
-    unsure = f"; {few} cells have too few rounds to tell: measure more" if few else ""
+    unsure = f"; {few} with too few rounds to tell: measure more" if few else ""
     return f"no regression: by {deciding}, no cell of B is certain to be worse by more than {limit}{unsure}"
 
 

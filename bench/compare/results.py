@@ -4,7 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
 
 from tightwire.bench.report.table import Metric
 
@@ -19,15 +21,20 @@ _FACTS = (
 )
 _FREE = ("seed", "num_words", "tokens_per_word")  # differ from run to run by design
 
+T = TypeVar("T")
+_Stored = list[float | None]
 Samples = Mapping[int, float]  # by index: in two results of the same prompts, the same request has the same index
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    samples: Mapping[str, Samples]  # by metric; only metrics whose samples are all above 0 and so have ratios
-    batch: int  # consecutive samples that share the state of the machine or the server's batch: they count as one
-    requested: int  # requests that were sent; 0 for a bench that sends none
-    failed: int
+class Cell(msgspec.Struct, Generic[T], frozen=True):
+    """With a list for each metric as in the file, or with the ``Samples`` of metrics whose samples are all above 0."""
+
+    name: str
+    samples: Mapping[str, T]
+    # Consecutive samples that share the state of the machine or the server's batch: they count as one.
+    batch: Annotated[int, msgspec.Meta(ge=1)] = 1
+    requested: Annotated[int, msgspec.Meta(ge=0)] = 0  # requests that were sent; 0 for a bench that sends none
+    failed: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,15 +42,10 @@ class Result:
     path: Path
     kind: str
     metrics: tuple[Metric, ...]
-    cells: Mapping[str, Cell]
+    cells: Mapping[str, Cell[Samples]]
+    pairing: list[Any] | None  # where it is equal in two results, samples of the same index are pairs; None: no pairs
     notes: tuple[str, ...]  # about samples that are left out
     raw: Mapping[str, Any] = field(repr=False)
-
-    @property
-    def pairing(self) -> Any:
-        """A key; where it is equal in two results, samples of the same index are pairs. None allows no pairs."""
-        keys = self.raw.get("pairing_keys")
-        return [self.raw.get(key) for key in keys] if keys else None
 
     @property
     def error(self) -> str | None:
@@ -70,14 +72,16 @@ def read_result(path: Path) -> Result:
             f"{path} is no result of a bench: it has no schema {_PREFIX}...; give a JSON file that --output wrote"
         )
     notes: list[str] = []
-    cells: dict[str, Cell] = {}
+    cells: dict[str, Cell[Samples]] = {}
     try:
-        metrics = tuple(Metric(**metric) for metric in raw["metrics"])
-        for cell in raw["cells"]:
-            name, times = cell["name"], sum(each["name"] == cell["name"] for each in raw["cells"][: len(cells)])
+        metrics = msgspec.convert(raw["metrics"], tuple[Metric, ...])
+        keys = msgspec.convert(raw.get("pairing_keys") or [], list[str])
+        stored = msgspec.convert(raw["cells"], list[Cell[_Stored]])
+        for number, cell in enumerate(stored):
+            times = sum(each.name == cell.name for each in stored[:number])
             # Cells of the same name, such as --concurrency 4,4 gives, are numbered.
-            cells[f"{name} ({times + 1})" if times else name] = _make_cell(path, cell, notes)
-    except (KeyError, TypeError, AttributeError) as error:
+            cells[f"{cell.name} ({times + 1})" if times else cell.name] = _make_cell(path, cell, notes)
+    except (KeyError, msgspec.ValidationError) as error:
         raise ValueError(
             f"{path} has no samples to compare ({type(error).__name__}: {error}); give a JSON file that --output of today's "
             "bench wrote, not the last line of its stdout"
@@ -85,20 +89,20 @@ def read_result(path: Path) -> Result:
     if not cells:
         raise ValueError(f"{path} has no cells: {raw.get('error') or 'nothing was measured'}")
     kind = schema.removeprefix(_PREFIX).partition("/")[0]
-    return Result(path=path, kind=kind, metrics=metrics, cells=cells, notes=tuple(notes), raw=raw)
+    pairing = [raw.get(key) for key in keys] or None
+    return Result(path=path, kind=kind, metrics=metrics, cells=cells, pairing=pairing, notes=tuple(notes), raw=raw)
 
 
-def _make_cell(path: Path, cell: Mapping[str, Any], notes: list[str]) -> Cell:
+def _make_cell(path: Path, cell: Cell[_Stored], notes: list[str]) -> Cell[Samples]:
     samples: dict[str, Samples] = {}
-    for metric, values in cell["samples"].items():
+    for metric, values in cell.samples.items():
         known = {i: value for i, value in enumerate(values) if value is not None}
         if known and min(known.values()) > 0:
             samples[metric] = known
         elif known:  # for example the TPOT of answers whose tokens all came in one piece: 0 seconds
             least = f"{metric} of {min(known.values()):g}, to which there is no ratio"
-            notes.append(f"{path}: {cell['name']} has {least}; {metric} is left out there")
-    counts = {key: cell.get(key, 0) for key in ("requested", "failed")}
-    return Cell(samples=samples, batch=cell.get("batch", 1), **counts)
+            notes.append(f"{path}: {cell.name} has {least}; {metric} is left out there")
+    return Cell(cell.name, samples, cell.batch, cell.requested, cell.failed)
 
 
 def check_alike(a: Result, b: Result) -> None:
@@ -150,5 +154,5 @@ def _at(raw: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _names(names: Mapping[str, Cell]) -> str:
+def _names(names: Mapping[str, Any]) -> str:
     return ", ".join([*names][:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -122,11 +122,11 @@ def show(report: Report, console: Console, *, verbose: bool) -> None:
     shown = _facts("", msgspec.to_builtins(report.facts)) if verbose else _summary(report.facts)
     _print_grid(console, ((Text(name, "bold"), Text(text)) for name, text in shown))
     console.print()
-    described = [
-        Text.assemble((f"{item.options}: " if item.options else "", "bold"), item.text) for item in report.advice
-    ]
-    kinds = [Text(item.kind, _STYLES[item.kind]) for item in report.advice]
-    _print_grid(console, zip(kinds, described, strict=True))
+    described = (
+        (Text(item.kind, _STYLES[item.kind]), Text.assemble((item.options and f"{item.options}: ", "bold"), item.text))
+        for item in report.advice
+    )
+    _print_grid(console, described)
     if not verbose:
         console.print("\n`tightwire doctor --verbose` shows all it found.", style="dim")
 

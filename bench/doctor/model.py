@@ -117,8 +117,7 @@ def _memory(config: LlamaConfig, formats: WeightFormats, tp: int, dtype: str, de
     )
     largest = max(rank_bytes(inputs, EVERYTHING_RESIDENT), key=lambda rank: rank.fixed + rank.block)
     cache = largest.block * CacheShape.of(config, inputs.options).blocks(context)
-    heads = cache // (config.head_dim * inputs.elem_bytes)
-    codes = heads * (config.head_dim + SCALE_BYTES)
+    codes = cache // (config.head_dim * inputs.elem_bytes) * (config.head_dim + SCALE_BYTES)
     return RankMemory(tp, largest.weights, largest.fixed - largest.weights, cache, codes)
 
 

@@ -92,8 +92,7 @@ def _choice(tokenizer: Tokenizer, chance: random.Random, source: str, text: str,
         return None
     context, true_end = passages[0][:-CHOICE_TOKENS], tuple(passages[0][-CHOICE_TOKENS:])
     choices = sorted(ends)
-    rows = tuple((*first, *context, *end) for end in choices)
-    return TaskItem(source, rows, CHOICE_TOKENS, choices.index(true_end))
+    return TaskItem(source, tuple((*first, *context, *end) for end in choices), CHOICE_TOKENS, choices.index(true_end))
 
 
 def _texts(tokenizer: Tokenizer) -> dict[str, str]:

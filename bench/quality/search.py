@@ -90,8 +90,7 @@ def find_mix(
         "chosen": {f"{site} {layer}": offer.algorithm for (site, layer), offer in mix.items()},
     }
     origin = {"found_with_ranks": ranks.world_size, "bytes_of": options.search, "predicted_kl": predicted_kl}
-    algorithms = {place: offer.algorithm for place, offer in mix.items()}
-    return make_policy_file(setting, algorithms, "mix", origin), facts
+    return make_policy_file(setting, {place: offer.algorithm for place, offer in mix.items()}, "mix", origin), facts
 
 
 def num_search_steps(setting: Setting) -> int:

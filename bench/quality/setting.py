@@ -177,8 +177,7 @@ def make_windows(tokenizer: Tokenizer, text: str, *, num_tokens: int, window: in
     ids = tokenizer.encode(text, add_special_tokens=False)
     first = tokenizer.encode("")
     length = window - len(first)
-    num_measured = -(-num_tokens // window)
-    num_windows = num_measured + num_calibration
+    num_windows = -(-num_tokens // window) + num_calibration
     if length < 2 or num_windows * length > len(ids):
         most = max(0, len(ids) // max(1, length) - num_calibration) * window
         ask = f"or at most --tokens {most}" if most else "or a smaller --window and --tokens"

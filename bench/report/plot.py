@@ -42,8 +42,7 @@ def has_matplotlib() -> bool:
 
 def style_sheet() -> str:
     """The playground's own rules, then those of a bench's page with the colors of series."""
-    own = (files(report) / "page.css").read_text()
-    return (files(server) / "web" / "css" / "base.css").read_text() + own
+    return (files(server) / "web" / "css" / "base.css").read_text() + (files(report) / "page.css").read_text()
 
 
 @cache

@@ -83,8 +83,7 @@ def model_arms(options: TrainOptions, llama: LlamaConfig) -> dict[str, ArmModel]
     for name in options.arms:
         if not ARMS[name].peer:
             first = model_step(*config_of_arm(options, name), llama, where)
-            ranks = (first, *map(first.on_rank, range(1, options.world_size)))
-            found[name] = ArmModel(ranks, first.memory().most)
+            found[name] = ArmModel((first, *map(first.on_rank, range(1, options.world_size))), first.memory().most)
     return found
 
 
@@ -234,9 +233,10 @@ def describe_setting(facts: Mapping[str, Any]) -> str:
 
 
 def describe_link(link: Mapping[str, Any]) -> str:
-    rates = link["rates"]
-    return (
-        f"{link['name']}: {link['measured_bytes_per_s'] * 8 / 1e6:.0f} Mbit/s in a bulk transfer; collectives of a rank: "
-        f"{rates['across_bytes_per_s'] / 1e6:.2f} MB/s across nodes, {rates['inside_bytes_per_s'] / 1e6:.2f} MB/s inside; "
-        f"latency {rates['across_round_s'] * 1e3:.1f} and {rates['inside_round_s'] * 1e3:.1f} ms"
-    )
+    found = [
+        f"{1e-6 * link['rates'][f'{where}_bytes_per_s']:.2f} MB/s and {1e3 * link['rates'][f'{where}_round_s']:.1f} ms {where} nodes"
+        for where in ("across", "inside")
+        if math.isfinite(link["rates"][f"{where}_bytes_per_s"])  # nothing moves inside nodes of one rank
+    ]
+    rate = f"{link['name']}: {link['measured_bytes_per_s'] * 8 / 1e6:.0f} Mbit/s in a bulk transfer"
+    return f"{rate}; collectives of a rank: {', '.join(found)}"

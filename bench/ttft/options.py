@@ -20,7 +20,13 @@ GROUPS = ("model", "parallel", "engine")
 AUTO = "auto"  # the default of serve: always measured, because the advice compares with it
 TENSOR = "tensor"  # the layout that a request to a hybrid server asks for
 _ALGORITHMS = (AUTO, "native", "one-shot", "two-shot", "flash-int8", "flash-int4")
-_OURS = ("allreduce", "allreduce_extra")  # flags of serve that --algorithms replaces
+# Flags of serve that this bench sets itself.
+_OURS = {
+    "allreduce": "name AllReduces with --algorithms",
+    "allreduce_extra": "name AllReduces with --algorithms",
+    "layout": "AllReduces are compared in the layout tensor; --layouts tensor,hybrid compares layouts",
+    "prefix_cache": "every prompt is computed; use `tightwire bench serve`",
+}
 _RANKS = 2  # the default of --tp in this bench
 
 
@@ -105,13 +111,8 @@ class TtftOptions(OutputOptions):
         refuse_serving_flags(parser, config)
         if {"layouts", "algorithms"} <= vars(given).keys():
             parser.error("--layouts and --algorithms are two comparisons; give one of them")
-        for name in _OURS:
-            if name in given:
-                parser.error(f"{flag_of(name)} is not for this bench; name AllReduces with --algorithms")
-        if "prefix_cache" in given:
-            parser.error(
-                "--prefix-cache is not for this bench, which computes every prompt; use `tightwire bench serve`"
-            )
+        for name in _OURS.keys() & vars(given).keys():
+            parser.error(f"{flag_of(name)} is not for this bench: {_OURS[name]}")
         return make_options(cls, parser, given, config=config)
 
 

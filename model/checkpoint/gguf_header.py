@@ -79,8 +79,7 @@ class GgufHeader:
         return default if value is None else self._read(value)
 
     def _keys(self) -> Iterator[tuple[str, _Value]]:
-        data = self._data
-        if data[:4] != b"GGUF":
+        if self._data[:4] != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         self._at = 4
         version = self._scalar("I")

@@ -120,8 +120,7 @@ def _line_history() -> Iterator[None]:
     except ImportError:
         yield
         return
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    path = Path(state) / "tightwire" / "chat-history"
+    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tightwire" / "chat-history"
     with suppress(OSError):  # no history file yet
         readline.read_history_file(path)
     try:

@@ -107,8 +107,7 @@ def _kinds(chooser: Chooser, phase: str, num_layers: int) -> list[tuple[tuple[st
             kinds.setdefault(policy.choices(site, layer, phase), {}).setdefault(site, []).append(layer)
     found: list[tuple[tuple[str, ...], tuple[int, ...] | None]] = []
     for by_site in kinds.values():
-        alike = {tuple(layers) for layers in by_site.values()}
-        for layers in sorted(alike):
+        for layers in sorted({tuple(layers) for layers in by_site.values()}):
             sites = tuple(site for site in by_site if tuple(by_site[site]) == layers)
             found.append((sites, None if len(layers) == num_layers else layers))
     return found

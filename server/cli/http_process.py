@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,13 +48,7 @@ def serve(config: ServeConfig, listener: socket.socket, ranks: Ranks, progress: 
     """Serve until a signal (exit code 0), a refusal (2) or the loss of a rank (1)."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("tightwire").setLevel(config.http.log_level.upper())
-    code = asyncio.run(_Server(config, listener, ranks, progress).run())
-    if code == 1 and ranks.place is not None:
-        # The interpreter's own end takes seconds on a busy machine, and other hosts' operators wait for this one's exit.
-        ranks.kill()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    return asyncio.run(_Server(config, listener, ranks, progress).run())
 
 
 class _StoppedError(Exception):
@@ -69,7 +62,6 @@ class _Server:
         self._config, self._listener, self._ranks, self._progress = config, listener, ranks, progress
         self._holder = ModelHolder()
         self._first_signal_s: float | None = None
-        self._url = url_of(listener, config.http)
         self._member = ranks.place is not None and ranks.place.node > 0  # does not serve the API
 
     async def run(self) -> int:
@@ -87,8 +79,7 @@ class _Server:
 
     async def _run(self, engine: RankedEngine) -> int:
         try:
-            await unless(self._stop.wait(), engine.guard(self._load(engine)), _StoppedError())
-            self._progress.close()
+            await unless(self._until_stopped(engine), engine.guard(self._load(engine)), _StoppedError())
             await engine.guard(self._until_stopped(engine))
             return await self._drain(engine)
         except _StoppedError:
@@ -131,26 +122,25 @@ class _Server:
             raise ValueError(f"--lora {taken}: the base model has this name; give another, or --served-model-name")
         self._holder.fill(info=info, tokenizer=tokenizer)
         await engine.wait_ready()
+        age_s, url = process_age_s(), url_of(self._listener, self._config.http)
         if self._member:
-            self._progress.close()
-            age_s, url = process_age_s(), self._url
-            return self._progress.say(f"node ready in {age_s:.1f} s; health and metrics at {url}, the API on node 0")
-        self._announce(info, decision, engine.ready)
-
-    def _announce(self, info: ModelInfo, decision: Decision, ready: Mapping[int, Ready]) -> None:
-        self._holder.startup_s = process_age_s()
-        self._progress.detail(describe_ranks(decision, ready))
+            text = f"node ready in {age_s:.1f} s; health and metrics at {url}, the API on node 0"
+        else:
+            self._holder.startup_s = age_s
+            self._progress.detail(describe_ranks(decision, engine.ready))
+            hint = first_request(url, self._config.http, self._holder.model)
+            text = f"ready in {age_s:.1f} s at {url}\n{ready_lines(info, decision, engine.ready)}\n  try        {hint}"
         self._progress.close()
-        self._progress.say(
-            f"ready in {self._holder.startup_s:.1f} s at {self._url}\n"
-            f"{ready_lines(info, decision, ready)}\n  try        {first_request(self._url, self._config.http, self._holder.model)}"
-        )
+        self._progress.say(text)
 
     async def _until_stopped(self, engine: RankedEngine) -> None:
-        """Wait for a signal here, or to another host, which asks node 0; node 0 ends the others after the last request."""
+        """Wait for a signal to this or another host. It ends all at once while they load, else node 0 after the last request."""
         try:
             await unless(self._stop.wait(), engine.stop_asked.wait(), _StoppedError())
         except _StoppedError:
+            if engine.client.state.phase is Phase.LOADING:
+                engine.hosts.fail(0, "")  # now: hosts whose connections end later are not lost
+                return
             if self._member:
                 self._progress.say("asking node 0 to stop")
             engine.hosts.ask_stop()  # ``stop_asked`` is set when all hosts stop

@@ -38,8 +38,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="MODEL", help="as for `serve`; with --check, the folder to check")
     parser.add_argument("out", nargs="?", default=None, type=Path, metavar="OUT", help="the folder to write")
-    options = fields_of(_GROUPS)
-    add_flags(parser, {name: options[name] for name in _OPTIONS})
+    add_flags(parser, {name: fields_of(_GROUPS)[name] for name in _OPTIONS})
     parser.add_argument(
         "--force", action="store_true", help="replace an existing prepared folder once the new one is complete"
     )

@@ -12,7 +12,7 @@ from tightwire.model.open import open_checkpoint
 from tightwire.model.prepare import PrepareOptions, read_back
 from tightwire.model.prepare import prepare as make_folder
 from tightwire.model.weights import WEIGHT_CODECS
-from tightwire.model.weights.prepared.manifest import Manifest
+from tightwire.model.weights.prepared.manifest import MANIFEST, Manifest, read_manifest
 from tightwire.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.setting import choose_dtype
@@ -49,16 +49,16 @@ def check(folder: Path) -> int:
     def work(progress: Progress) -> None:
         if not folder.is_dir():
             raise ModelError(f"{folder} is not a folder")
-        prepared = open_checkpoint(str(folder)).prepared
-        if prepared is None:
+        if not (folder / MANIFEST).is_file():
+            open_checkpoint(str(folder))  # says why, if it is no model or was not finished
             raise ModelError(f"{folder} is not a prepared folder; `tightwire prepare MODEL OUT` makes one")
-        start = time.monotonic()
-        damage = read_back(folder, prepared.manifest, progress.stage)
+        manifest, start = read_manifest(folder), time.monotonic()
+        damage = read_back(folder, manifest, progress.stage)
         seconds = time.monotonic() - start
         progress.close()
         if damage:
             raise PrepareError("\n  ".join([f"{folder}: damaged parts: {len(damage)}", *damage]))
-        progress.say(f"{folder}: every checksum is right ({_rate(prepared.manifest.num_bytes, seconds)})")
+        progress.say(f"{folder}: every checksum is right ({_rate(manifest.num_bytes, seconds)})")
 
     return _run(work, folder, f"interrupted; {folder} was not checked completely")
 

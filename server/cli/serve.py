@@ -1,6 +1,7 @@
 """Runs ``tightwire serve``: checks the options, starts the ranks, then imports and runs the HTTP process."""
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -10,7 +11,7 @@ from tightwire.progress import START_STAGES, Progress, importing
 from tightwire.server.cli.start import check_machine, interrupts_end_at_once, refuse, say, start_ranks
 from tightwire.server.config.flags import make_parser, parse
 from tightwire.server.hosts.launcher import resolve_hosts
-from tightwire.server.hosts.place import NotNowError, wait_for_place
+from tightwire.server.hosts.place import wait_for_place
 from tightwire.server.http.listener import check_files, open_listener, remove_socket
 from tightwire.server.plan.setting import refuse_wrong_model
 
@@ -20,7 +21,7 @@ _NAME_S = 120.0
 
 @interrupts_end_at_once()
 def serve(argv: Sequence[str]) -> int:
-    """``tightwire serve``: exit code 0 after a signal, 1 if a rank or the network is lost, 2 if refused."""
+    """``tightwire serve``: exit code 0 after a signal, 1 if a rank, the network or a port is missing, 2 if refused."""
     config, _ = parse(make_parser("serve", "Serve a model over the OpenAI HTTP API, split over rank processes."), argv)
     by_hand = config.hosts.master_addr is not None
     try:
@@ -37,7 +38,7 @@ def serve(argv: Sequence[str]) -> int:
         check_machine(config)
         listener = open_listener(config.http)
     except ValueError as error:
-        return refuse("serve", error, exit_code=1 if isinstance(error, NotNowError) else 2)
+        return refuse("serve", error)
     with listener, ExitStack() as stack:
         stack.callback(remove_socket, config.http)
         if config.http.uds is not None:  # a signal ends the process without the stack, until asyncio handles signals
@@ -51,4 +52,9 @@ def serve(argv: Sequence[str]) -> int:
         progress.stage("import", 0.0, ranks.numbers[0])
         with importing():
             from tightwire.server.cli import http_process
-        return http_process.serve(config, listener, ranks, progress)
+        code = http_process.serve(config, listener, ranks, progress)
+    if code != 2 or place is not None:
+        # The interpreter's own end takes seconds on a busy machine, and aborts if a thread still opens the model.
+        sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -14,7 +14,7 @@ from tightwire.kernels.cpu.library import available
 from tightwire.option import REQUIRED, as_utf8, option, require
 from tightwire.progress import Progress
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.hosts.place import HostPlace
+from tightwire.server.hosts.place import HostPlace, NotNowError
 from tightwire.server.plan.setting import refuse_early
 
 if TYPE_CHECKING:
@@ -83,4 +83,4 @@ def say(*lines: str) -> None:
 
 def refuse(verb: str, error: Exception, exit_code: int = 2) -> int:
     say(f"tightwire {verb}: {error}")
-    return exit_code
+    return 1 if isinstance(error, NotNowError) else exit_code

@@ -97,6 +97,7 @@ async def fetch_files(offer: ModelFiles, ask: Ask, show: Callable[[str, float], 
                 await _fetch(
                     file, folder / file.name, ask, lambda own, file=file: show(what, offer.share(file.name, own))
                 )
+                show(what, offer.share(file.name, file.num_bytes))
         finally:
             lock.release()
     except Timeout:
@@ -111,7 +112,7 @@ async def fetch_files(offer: ModelFiles, ask: Ask, show: Callable[[str, float], 
 async def _fetch(file: FileFacts, path: Path, ask: Ask, show: Callable[[int], None]) -> None:
     if path.is_file():
         if await _is_whole(path, file):
-            return show(file.num_bytes)
+            return
         path.unlink()  # damaged since it was copied
     part = path.with_name(path.name + _PART)
     # What an interrupted copy has left may be damaged: then the whole file is copied again.
@@ -127,7 +128,7 @@ async def _fetch(file: FileFacts, path: Path, ask: Ask, show: Callable[[int], No
                 await asyncio.to_thread(out.write, piece)
         if await _is_whole(part, file):
             part.replace(path)
-            return show(file.num_bytes)
+            return
         part.unlink()
     raise ModelError(f"{file.name} arrived damaged and was removed; start all hosts again")
 

@@ -192,7 +192,8 @@ class Head(Side):
             name = name_node(hello)
             reason = f"{name} has another shared secret, or none; give every host the same --comm-secret-file"
             self._listener.show(reason)
-            return await channel.end(2, reason)
+            await channel.end(2, reason)
+            return
         reason = objection_to(hello, self._own, self._place.num_nodes)
         before = self._nodes.get(hello.node)
         if reason is None and before is not None and before.hello.address != hello.address:
@@ -209,7 +210,8 @@ class Head(Side):
             await before.channel.close()
         if self._joined or self._closing:
             # Exit code 1: whoever started the node starts it again, when all nodes start again.
-            return await channel.end(1, f"{name_node(self._own)} ends, because a node was lost; start all nodes again")
+            await channel.end(1, f"{name_node(self._own)} ends, because a node was lost; start all nodes again")
+            return
         self._nodes[hello.node] = node = _Node(hello, channel)
         self._changed.set()
         try:

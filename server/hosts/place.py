@@ -1,6 +1,7 @@
 """This node's address and interface towards the others, and its ports. Reads the kernel's routes and guesses nothing."""
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -21,7 +22,7 @@ _LOOK_UP_S = 2.0  # from one look-up of a name to the next
 
 
 class NotNowError(ValueError):
-    """This host cannot find the master, perhaps not yet: a later start may succeed."""
+    """This host cannot find the master, or a port is taken: a later start may succeed."""
 
 
 class UnknownNameError(NotNowError):
@@ -170,13 +171,14 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket. ValueError: the port is taken, or the address is not this host's."""
+    """A listening socket. NotNowError: the port is taken. ValueError: the address is not this host's."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=64)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)
-        raise ValueError(
+        kind = NotNowError if error.errno == errno.EADDRINUSE else ValueError
+        raise kind(
             f"this host cannot listen on {joined(address, port)}: {why}; choose a free --port-range (or port of "
             "--master-addr), the same on every host, and check that --master-addr is node 0's address"
         ) from None

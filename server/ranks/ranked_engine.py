@@ -16,6 +16,7 @@ from tightwire.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.channel import LostError
 from tightwire.server.hosts.choose import choose_hosts
+from tightwire.server.hosts.place import NotNowError
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import AdapterLoaded, Failed, FromRank, Ready, Stage
 from tightwire.server.ipc.zmq_client import ZmqEngineClient
@@ -95,12 +96,12 @@ class RankedEngine:
         try:
             await self.guard(self.hosts.join())
             return await self._start()
+        except (LostError, NotNowError) as missing:
+            self.hosts.fail(1, str(missing))
+            raise RankFailedError(str(missing)) from None
         except ValueError as refusal:
             self.hosts.fail(2, str(refusal))
             raise
-        except LostError as missing:
-            self.hosts.fail(1, str(missing))
-            raise RankFailedError(str(missing)) from None
 
     async def _start(self) -> tuple[Checkpoint, Decision, Tokenizer]:
         stopped = threading.Event()
@@ -188,10 +189,13 @@ class RankedEngine:
     def note_stop(self, node: str) -> None:
         self.stop_asked.set()
         if not self._all_ready.is_set():
-            self._fail(RankFailedError(f"{node} stopped before the model was ready"))
+            self._display.say(f"{node} stopped")
+            self.hosts.fail(0, "")
 
     def note_end(self, node: str, code: int, reason: str) -> None:
-        if code == 2:
+        if code == 0 and not self._all_ready.is_set():
+            self.note_stop(node)
+        elif code == 2:
             self._fail(ValueError(f"{node}: {reason}"))
         else:
             why = reason or "stopped"

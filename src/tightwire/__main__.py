@@ -39,8 +39,8 @@ _FIRST = """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit codes: 0 done, 1 failed while running, 2 refused before anything was started,
-    130 interrupted, 141 nobody reads the output any more.
+    """Run one verb. Exit codes: 0 done, 1 failed while running or not possible now, 2 refused before anything was
+    started, 130 interrupted, 141 nobody reads the output any more.
     """
     _open_standard_streams()
     try:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tightwire.bench.options import OutputOptions
 from tightwire.bench.report import plot
 from tightwire.bench.report.page import Item
 from tightwire.bench.report.plot import Plot
-from tightwire.bench.report.table import Column, Metric
+from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench, BenchFailedError
 
 
@@ -71,6 +72,22 @@ def test_numbers_that_json_does_not_have_are_null(tmp_path: Path, capsys: pytest
     for result in (text, Path(json.loads(text)["files"][0]).read_text()):
         assert "Infinity" not in result and "NaN" not in result
         assert '"rates": {"inside": null}, "shares": [null, 1.0]' in result
+
+
+def test_ctrl_c_while_files_are_written_leaves_none_without_its_companions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(Swim):
+        def csv(self, result: Mapping[str, Any]) -> Table | None:
+            if result["error"] is None:  # at the end
+                signal.raise_signal(signal.SIGINT)
+            return super().csv(result)
+
+    status, line, _ = run(Interrupted(OutputOptions(output=tmp_path)), capsys)
+
+    assert status == 0 and json.loads(Path(line["files"][0]).read_text())["error"] is None
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".html"}
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,13 @@ def test_a_prepared_folder_is_a_complete_model(tmp_path: Path, smollm2_path: Pat
         opened.reader()
 
 
+def test_a_model_without_an_end_token_gets_none(tmp_path: Path) -> None:
+    source = make_tiny(tmp_path / "m", eos_token_id=None)
+    (source / "generation_config.json").write_text('{"temperature": 0.5}')
+    prepare(open_checkpoint(str(source)), tmp_path / "out", PrepareOptions())
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"temperature": 0.5}
+
+
 def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
     model = make_tiny(tmp_path / "m")
     for name in ("one", "two"):

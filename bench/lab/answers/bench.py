@@ -110,8 +110,7 @@ def read_prompts(tokenizer: Tokenizer, num_prompts: int) -> dict[str, list[int]]
 def float32_model(checkpoint: Checkpoint) -> PreTrainedModel:
     """The checkpoint in transformers, unpacked to float32: 4 bytes of memory for each weight."""
     config, reader = checkpoint.config, checkpoint.reader()
-    theirs = AutoConfig.for_model(**config_to_hf(config))
-    model = AutoModelForCausalLM.from_config(theirs, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_to_hf(config)), dtype=torch.float32).eval()
     tensors = model.state_dict()
     for name in stored_tensors(config):
         reader.read_into(tensors[name], name, rows=range(len(tensors[name])))
@@ -124,8 +123,7 @@ def answer(model: PreTrainedModel, prompts: Mapping[str, Sequence[int]], num_tok
     longest = max(map(len, prompts.values()))
     padding = [longest - len(ids) for ids in prompts.values()]
     inputs = torch.tensor([[0] * pad + list(ids) for pad, ids in zip(padding, prompts.values(), strict=True)])
-    columns = torch.arange(longest + num_tokens)
-    mask = (columns >= torch.tensor(padding)[:, None]).long()
+    mask = (torch.arange(longest + num_tokens) >= torch.tensor(padding)[:, None]).long()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     past, rows, tokens, stop = None, list[Tensor](), list[Tensor](), longest
     for _ in range(num_tokens):
@@ -209,8 +207,7 @@ def _next_tokens(remote: Remote, prompt_ids: list[int]) -> dict[int, float]:
         "return_tokens_as_token_ids": True,  # vLLM's name
         "n_probs": _TOP,  # llama.cpp's
     }
-    answer = asyncio.run(_ask(remote, body))
-    logprobs = answer["choices"][0].get("logprobs")
+    logprobs = asyncio.run(_ask(remote, body))["choices"][0].get("logprobs")
     if not logprobs:
         raise RemoteError(f"{remote.base} reports no log probabilities; start it with support for logprobs={_TOP}")
     if "content" in logprobs:

@@ -50,7 +50,7 @@ class CodeBench(Bench[CodeOptions]):
         Column("as the first, %", "agreement", ".1f", 100),
         Column("tokens", "tokens", "d"),
     )
-    failures = ((RemoteError, 1),)
+    failures = ((RemoteError, 1), (ValueError, 2))
 
     def measure(self) -> None:
         problems = read_problems(Path(self.options.problems))[: self.options.first]

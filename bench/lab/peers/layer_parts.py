@@ -83,8 +83,7 @@ def _measure(
 ) -> dict[str, Part]:
     query_len = 1 if load.is_decode else load.tokens
     token_ids = np.random.default_rng(0).integers(0, config.vocab_size, load.sequences * query_len)
-    lengths = [query_len] * load.sequences, [load.tokens] * load.sequences
-    plan = make_step(token_ids, *lengths, is_decode=load.is_decode)
+    plan = make_step(token_ids, [query_len] * load.sequences, [load.tokens] * load.sequences, is_decode=load.is_decode)
     wait = torch.cuda.synchronize if runner.cache.device.type == "cuda" else lambda: None
     parts: dict[str, Part] = defaultdict(Part)
     for number in range(1 + _PASSES):  # the first one warms up

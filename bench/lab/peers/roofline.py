@@ -161,8 +161,7 @@ def part_rows(load: str, parts: dict[str, Part], rates: dict[str, float]) -> lis
     for name, part in sorted(parts.items(), key=lambda item: item[0] == WHOLE):
         if name == WHOLE:
             part.num_bytes, part.flops = (sum(row[key] for row in rows) for key in ("bytes", "flops"))
-            total_s = sum(row["seconds"] for row in rows)
-            rows.append({"part": "sum of the parts", "seconds": total_s, "samples": {}})
+            rows.append({"part": "sum of the parts", "seconds": sum(row["seconds"] for row in rows), "samples": {}})
         copy_s, product_s = part.num_bytes / rates["copy_bytes_per_s"], part.flops / rates["product_flops"]
         seconds, rate = median(part.seconds), "copies" if copy_s > product_s else "products"
         row = {"part": name, "seconds": seconds, "share": max(copy_s, product_s) / seconds, "rate": rate}

@@ -279,7 +279,6 @@ def _convert(setup: Setup) -> None:
             reader.read_into(tensor, name, rows=range(shape[0]))
             yield name, tensor
 
-    tokenizer = checkpoint.tokenizer()
-    if error := export_folder(folder, tensors(), checkpoint.config, tokenizer, dtype=dtype, writes=True):
+    if error := export_folder(folder, tensors(), checkpoint.config, checkpoint.tokenizer(), dtype=dtype, writes=True):
         raise ValueError(f"cannot convert the weights for the peers: {error}")
     generation.write_text("{}\n")

@@ -6,8 +6,9 @@ Masks are timed afterwards: the server's own code follows each answer's tokens i
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,9 @@ class Answer:
     index: int
     token_ids: list[int]
     problem: str | None  # why it is not valid, if it is not
+
+
+Ask = Callable[[], Awaitable[Answer]]
 
 
 class StructuredBench(Bench[StructuredOptions]):
@@ -86,11 +90,12 @@ class StructuredBench(Bench[StructuredOptions]):
         self.measured += [structured, free]
         changes = dict.fromkeys(_COUNTERS, 0.0)
         async with httpx.AsyncClient(headers=dict(remote.headers), timeout=_TIMEOUT_S, trust_env=False) as http:
-            await _ask_for(http, remote, options, 0, None, 2)
-            await _ask_for(http, remote, options, 0, {"type": "object"}, 2)  # the server's first grammar
+            ask_for = partial(_ask_for, http, remote, options)
+            await ask_for(0, None, 2)
+            await ask_for(0, {"type": "object"}, 2)  # the server's first grammar
             for part in np.array_split(np.arange(len(schemas)), min(options.rounds, len(schemas))):
                 task = self.progress.add_task(f"schemas {part[0]} to {part[-1]}", total=2 * len(part))
-                asks = [_ask_for(http, remote, options, i, schemas[i], options.max_tokens) for i in part.tolist()]
+                asks = [partial(ask_for, i, schemas[i], options.max_tokens) for i in part.tolist()]
                 before = await _counters(http, remote)
                 new = await self._all(asks, structured, task)
                 after = await _counters(http, remote)
@@ -99,19 +104,19 @@ class StructuredBench(Bench[StructuredOptions]):
                 structured["valid"] = sum(answer.problem is None for answer in answers) / len(answers)
                 structured["problems"] = {answer.index: answer.problem for answer in answers if answer.problem}
                 structured["forced"] = changes[_COUNTERS[0]] / changes[_COUNTERS[1]]
-                asks = [_ask_for(http, remote, options, each.index, None, len(each.token_ids)) for each in new]
+                asks = [partial(ask_for, each.index, None, len(each.token_ids)) for each in new]
                 await self._all(asks, free, task)
                 self.progress.remove_task(task)
                 self.keep()
         return answers
 
-    async def _all(self, asks: Sequence[Awaitable[Answer]], cell: dict[str, Any], task: Any) -> list[Answer]:
+    async def _all(self, asks: Sequence[Ask], cell: dict[str, Any], task: Any) -> list[Answer]:
         """The answers in order; ``concurrency`` requests at once. Adds their tokens and times to ``cell``."""
         slots = asyncio.Semaphore(self.options.concurrency)
 
-        async def one(ask: Awaitable[Answer]) -> Answer:
+        async def one(ask: Ask) -> Answer:
             async with slots:
-                answer = await ask
+                answer = await ask()
             self.progress.advance(task)
             return answer
 
@@ -152,8 +157,7 @@ async def _ask_for(
     }
     answer = await ask(http, f"{remote.base}/chat/completions", body)
     [choice], [token_ids] = answer["choices"], answer["tightwire"]["token_ids"]
-    problem = None if schema is None else _problem(schema, choice)
-    return Answer(index, token_ids, problem)
+    return Answer(index, token_ids, None if schema is None else _problem(schema, choice))
 
 
 def _problem(schema: Schema, choice: dict[str, Any]) -> str | None:

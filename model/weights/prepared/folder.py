@@ -37,8 +37,9 @@ def _weights_errors() -> Iterator[None]:
     except DamagedFileError as error:
         raise WeightsError(f"{error}; {MAKE_AGAIN}") from None
     except UnreadableFileError as error:
-        told = f"{error}; check the folder with `tightwire prepare --check`, and the kernel's log"
-        raise WeightsError(told) from None
+        raise WeightsError(
+            f"{error}; check the folder with `tightwire prepare --check`, and the kernel's log"
+        ) from None
 
 
 class DiskStore(LayerFiles):
@@ -124,7 +125,10 @@ def open_prepared(folder: Path, config: LlamaConfig) -> Prepared:
             wanted = [blob.num_bytes for blob in prepared.packed(rank).blobs]
             if written.shard != cuts_of(layout.shards[rank]) or [b.num_bytes for b in written.blobs] != wanted:
                 raise ValueError(f"rank {rank}'s shard differs")
-    except (ValueError, KeyError) as error:
+        for name in ("config.json", "tokenizer.json"):  # sampling and the chat template may be edited
+            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != manifest.files[name]:
+                raise ValueError(f"{name} is not the one that was written")
+    except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"{folder}: {MANIFEST} does not match config.json and this version of Tightwire: {error}; make the folder again "
             "with `tightwire prepare`"

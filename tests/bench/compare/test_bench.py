@@ -223,7 +223,7 @@ def test_too_few_samples_are_reported(tmp_path: Path, capsys: pytest.CaptureFixt
     _, result, text = compare(tmp_path, few, few, capsys=capsys)
 
     assert set(verdicts(result, "ttft_s").values()) == {"too few rounds"}
-    assert "3 cells have too few rounds to tell" in text
+    assert "3 with too few rounds to tell" in text
 
 
 def test_brackets_in_names_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,6 +263,10 @@ def test_files_and_a_page_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture
             [],
             "has no samples to compare",
         ),
+        (serve("b", cells=[{"name": "concurrency 1", "samples": {}, "batch": 0}]), [], "`int` >= 1 - at `$[0].batch`"),
+        (serve("b", cells=[{"name": None, "samples": {}}]), [], "Expected `str`, got `null` - at `$[0].name`"),
+        (serve("b", metrics=[metric("ttft_s", scale="1e3")]), [], "Expected `float`, got `str`"),  # pyright: ignore
+        (serve("b", pairing_keys=3), [], "Expected `array`, got `int`"),
         (serve("b", cells=[{"name": "rate 9/s", "samples": {}}]), [], "no cell in common"),
         (serve("b", cells=[{"name": "concurrency 1", "samples": {}}]), [], "no cell has ttft_s or tpot_s or e2e_s"),
         (serve("b"), ["--metric", "speed"], "no metric 'speed' to compare; it has ttft_s, tpot_s, e2e_s, itl_s"),

@@ -1,5 +1,6 @@
 """Rows, faults and the page, from the results of ranks."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tightwire.bench.train import ranks
 from tightwire.bench.train.bench import TrainBench
 from tightwire.bench.train.measure import Checked, Timed, Wired, open_model
 from tightwire.bench.train.options import ARMS, TrainOptions
-from tightwire.bench.train.report import ArmModel, Checks, LinkCells, fault_texts, model_arms
+from tightwire.bench.train.report import ArmModel, Checks, LinkCells, describe_link, fault_texts, model_arms
 from tightwire.training.estimate.step_time import Computing, Rates
 
 _ARMS = ("zero3", "zero++", "hybrid", "dgc", "ddp")
@@ -117,6 +118,15 @@ def test_a_result_has_a_page_and_can_be_compared(models: dict[str, ArmModel], tm
     assert [*result.cells][:2] == ["zero3, 50mbit, 4 sequences", "zero++, 50mbit, 4 sequences"]
     assert next(iter(result.cells.values())).samples["step_s"] == {0: pytest.approx(2.0)}
     assert next(tmp_path.glob("*.csv")).read_text().startswith("link,sequences,arm,seconds.p50,")
+
+
+def test_a_link_has_no_rate_inside_nodes_of_one_rank() -> None:
+    rates = {"across_bytes_per_s": 1e6, "across_round_s": 1e-3, "inside_bytes_per_s": math.inf, "inside_round_s": 0.0}
+    link = {"name": "50mbit", "measured_bytes_per_s": 6e6, "rates": rates}
+    text = "50mbit: 48 Mbit/s in a bulk transfer; collectives of a rank: 1.00 MB/s and 1.0 ms across nodes"
+    assert describe_link(link) == text
+    rates |= {"inside_bytes_per_s": 2e6, "inside_round_s": 2e-3}
+    assert describe_link(link) == f"{text}, 2.00 MB/s and 2.0 ms inside nodes"
 
 
 def test_payload_of_a_node_excludes_headers(monkeypatch: pytest.MonkeyPatch) -> None:

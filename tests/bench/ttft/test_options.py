@@ -56,7 +56,12 @@ def test_the_default_of_serve_is_always_measured_and_the_baseline() -> None:
         ("--output-len 1", "at least 2"),
         ("--layouts hybrid", "--layouts must be tensor,hybrid or hybrid,tensor, got hybrid"),
         ("--layouts tensor,hybrid --algorithms ring", "two comparisons; give one of them"),
-        ("--allreduce ring", "name AllReduces with --algorithms"),
+        ("--allreduce ring", "--allreduce is not for this bench: name AllReduces with --algorithms"),
+        (
+            "--layout pipeline",
+            "--layout is not for this bench: AllReduces are compared in the layout tensor; --layouts",
+        ),
+        ("--prefix-cache all", "--prefix-cache is not for this bench: every prompt is computed"),
         ("--link 1parsec", "--link"),
         ("--nnodes 2", "--nnodes 2 needs --link"),
     ],

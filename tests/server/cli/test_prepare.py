@@ -62,6 +62,9 @@ def test_check_finds_damage(tmp_path: Path, model: Path, capsys: pytest.CaptureF
     assert prepare(["--check", str(out)]) == 1
     printed = capsys.readouterr()
     assert printed.out == "" and "damaged parts: 1" in printed.err and "layer 1 is damaged" in printed.err
+    (out / "config.json").unlink()
+    assert prepare(["--check", str(out)]) == 1
+    assert "damaged parts: 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

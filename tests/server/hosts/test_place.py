@@ -113,9 +113,12 @@ def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ValueError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose a free"
+            NotNowError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose a free"
         ):
             listen("127.0.0.1", port)
+    with pytest.raises(ValueError, match="192.0.2.1:1: Cannot assign requested address") as caught:
+        listen("192.0.2.1", 1)
+    assert not isinstance(caught.value, NotNowError), "a wrong option"
 
 
 def test_the_last_probe_is_kept_for_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

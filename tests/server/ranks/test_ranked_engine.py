@@ -8,6 +8,7 @@ import pytest
 from tightwire.progress import Progress
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.base import Hosts
+from tightwire.server.hosts.place import NotNowError
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
@@ -48,6 +49,24 @@ async def test_a_host_that_refuses_is_named_on_the_others() -> None:
                 await engine.wait_ready()
 
 
+async def test_a_host_that_stops_while_all_load_is_no_failure() -> None:
+    with Ranks(1, command=(sys.executable, "-c", _RANK)) as ranks:
+        async with RankedEngine(ServeConfig(), ranks, Progress(1)) as engine:
+            engine.hosts = others = _OtherHosts()
+            engine.note_end("node 1 (10.0.0.2)", 0, "")
+            assert engine.stop_asked.is_set() and others.told == ["end with 0"]
+            assert engine.client.state.phase is Phase.LOADING
+
+
+async def test_a_taken_port_ends_all_hosts_so_that_they_start_again() -> None:
+    with Ranks(1, command=(sys.executable, "-c", _RANK)) as ranks:
+        async with RankedEngine(ServeConfig(), ranks, Progress(1)) as engine:
+            engine.hosts = others = _OtherHosts()
+            with pytest.raises(RankFailedError, match="port 29601 is taken"):
+                await engine.start()
+            assert others.told == ["end with 1"]
+
+
 class _OtherHosts(Hosts):
     """What other hosts are told, in order."""
 
@@ -56,6 +75,12 @@ class _OtherHosts(Hosts):
 
     def relay_exit(self, rank: int, code: int) -> None:
         self.told.append(f"rank {rank} exited with {code}")
+
+    async def join(self) -> None:
+        raise NotNowError("port 29601 is taken")
+
+    def fail(self, code: int, reason: str) -> None:
+        self.told.append(f"end with {code}")
 
     async def close(self) -> None:
         await asyncio.sleep(0.5)  # as to other hosts

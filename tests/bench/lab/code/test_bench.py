@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tightwire.bench.cli import main
 from tightwire.bench.lab.code.bench import Problem, program_of, read_problems, run_program
 from tightwire.bench.lab.code.options import CodeOptions
 
@@ -57,3 +58,8 @@ def test_programs_are_run_only_if_the_user_agrees() -> None:
         CodeOptions(problems="h.jsonl")
     with pytest.raises(ValueError, match="--problems FILE is missing"):
         CodeOptions(run_code=True)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "code", "--problems", str(tmp_path / "none.jsonl"), "--run-code"]) == 2
+    assert "none.jsonl: is not HumanEval's file: FileNotFoundError" in capsys.readouterr().err

@@ -166,3 +166,17 @@ def test_a_changed_configuration_is_refused(out: Path) -> None:
     (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(ModelError, match="does not match config.json"):
         open_checkpoint(str(out))
+    # Another model of the same sizes: its weights would be computed with this one's rotation, or read as other words.
+    (out / "config.json").write_text(json.dumps({**config, "rope_theta": 5e5}))
+    with pytest.raises(ModelError, match="config.json is not the one that was written; make the folder again"):
+        open_checkpoint(str(out))
+
+
+def test_another_tokenizer_is_refused_and_another_chat_template_is_not(out: Path) -> None:
+    path = out / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{{ messages }}"}))
+    assert open_checkpoint(str(out)).tokenizer().chat_template == "{{ messages }}"
+    path = out / "tokenizer.json"
+    path.write_text(path.read_text().replace("w303", "w999"))
+    with pytest.raises(ModelError, match="tokenizer.json is not the one that was written; make the folder again"):
+        open_checkpoint(str(out))
