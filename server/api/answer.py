@@ -44,6 +44,7 @@ async def unless(ended: Awaitable[object], work: Awaitable[T], error: Exception)
         task.cancel()
         end.cancel()
         await asyncio.gather(task, end, return_exceptions=True)  # so that no task outlives the request
+        del error  # its traceback holds this frame, and so all that the request has made
 
 
 async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:

@@ -162,8 +162,7 @@ async def generate(
     """
     running, accepted = dict(sequences), False
     outcome = "cancelled"  # of sequences that still run at the end: the client disconnected, unless there was an error
-    progress = body.stream and body.tightwire.progress
-    others = policy, body.cache_salt or "", take_adapter(), progress
+    others = policy, body.cache_salt or "", take_adapter(), body.stream and body.tightwire.progress
     requests = [AddRequest(id_, s.prompt.token_ids, s.params, *others) for id_, s in sequences.items()]
     trace.submitted(sequences)
     try:

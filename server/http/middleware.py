@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tightwire.server.api.errors import ApiError, to_api_error
 from tightwire.server.api.metrics import Metrics
-from tightwire.server.api.trace import Recorder, RequestRecord
+from tightwire.server.api.trace import Recorder, RequestRecord, Tokens
 from tightwire.server.http.keys import KeyRing
 
 _log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class RequestScope:
             record.ended_s = time.monotonic()
             if not _is_public(scope):
                 self._report(record, scope)
+            record.count_tokens = Tokens  # else record and answer hold each other until a full garbage collection
 
     def _report(self, record: RequestRecord, scope: Scope) -> None:
         for recorder in self._recorders:

@@ -129,8 +129,7 @@ class Watch:
 
     def _verdict(self, now: float) -> str | None:
         """Check causes before symptoms. A normal exit or a symptom first waits for a better explanation."""
-        patience_s = min(_CAUSE_PATIENCE_S, self._rank_timeout_s / 2)
-        waits = now - self._first_sign_s < patience_s
+        waits = now - self._first_sign_s < min(_CAUSE_PATIENCE_S, self._rank_timeout_s / 2)
         for find in (self._killed, self._failed, self._left, self._silent, self._hung, self._symptom):
             for number, rank in self._ranks.items():
                 what = find(rank, now)

@@ -1,6 +1,7 @@
 """A client that disconnects, streaming or not, cancels its sequences; every stream ends properly."""
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from helpers.server.fake_engine import FakeEngine, app_for
 
-from tightwire.server.api.answer import cancel_on_disconnect
+from tightwire.server.api.answer import Answer, cancel_on_disconnect
 from tightwire.server.api.errors import ApiError
 
 PROMPT = {"prompt": "a", "max_tokens": 50, "n": 3}
@@ -119,6 +120,26 @@ async def test_finished_request_cancels_nothing(engine: FakeEngine) -> None:
     assert headers[b"content-type"] == b"text/event-stream; charset=utf-8"
     assert headers[b"cache-control"] == b"no-cache" and headers[b"x-accel-buffering"] == b"no"
     assert b"content-length" not in headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hangs_after", [None, 4])
+async def test_an_ended_request_does_not_wait_for_the_garbage_collector(
+    engine: FakeEngine, stream: bool, hangs_after: int | None
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        engine.hangs_after = hangs_after
+        caller = Caller(app_for(engine), {**PROMPT, "stream": stream})
+        call = asyncio.create_task(caller.run())
+        if hangs_after is not None:
+            await asyncio.wait_for(engine.hanging.wait(), timeout=60)
+            caller.hang_up()
+        await call
+        assert not [each for each in gc.get_objects() if type(each) is Answer]
+    finally:
+        gc.enable()
 
 
 async def test_cancel_on_disconnect_returns_the_result_or_raises() -> None:
