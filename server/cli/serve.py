@@ -21,7 +21,7 @@ _NAME_S = 120.0
 
 @interrupts_end_at_once()
 def serve(argv: Sequence[str]) -> int:
-    """``tightwire serve``: exit code 0 after a signal, 1 if a rank, the network or a port is missing, 2 if refused."""
+    """``tightwire serve``: exit code 0 after a signal, 1 if a rank or the network is lost, 2 if refused."""
     config, _ = parse(make_parser("serve", "Serve a model over the OpenAI HTTP API, split over rank processes."), argv)
     by_hand = config.hosts.master_addr is not None
     try:
@@ -55,6 +55,7 @@ def serve(argv: Sequence[str]) -> int:
         code = http_process.serve(config, listener, ranks, progress)
     if code != 2 or place is not None:
         # The interpreter's own end takes seconds on a busy machine, and aborts if a thread still opens the model.
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tightwire.server.config.http import HttpOptions, wants_traces
 from tightwire.server.config.keys import read_keys
-from tightwire.server.hosts.place import NotNowError
 
 
 def check_files(options: HttpOptions) -> None:
@@ -46,7 +45,7 @@ def _check_certificate(certfile: str, keyfile: str) -> None:
 
 
 def open_listener(options: HttpOptions) -> socket.socket:
-    """A listening socket. NotNowError: the address is in use. ValueError: it is not this machine's, or not permitted."""
+    """A listening socket. ValueError: the address is in use, not this machine's, or not permitted."""
     if options.uds is not None:
         return _unix_listener(options.uds)
     try:
@@ -55,7 +54,7 @@ def open_listener(options: HttpOptions) -> socket.socket:
     except OSError as error:
         where = f"{options.host}:{options.port}"
         if error.errno == errno.EADDRINUSE:
-            raise NotNowError(
+            raise ValueError(
                 f"{where} is in use by another program; choose another --port, or --port 0 for any free one"
             ) from error
         raise ValueError(f"cannot listen on {where}: {error.strerror or error}") from error

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 from helpers.server.command import SOURCE
 from tiny import make_tiny
-
-from tightwire.server.cli.serve import serve
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +42,6 @@ def test_what_the_options_alone_refuse_is_refused_before_torch_is_imported(argum
     command = [sys.executable, "-c", code, "serve", "--device", "cpu", *arguments]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
-
-
-def test_a_later_start_may_find_a_taken_port_free(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert serve(["random:llama-3.2-1b", "--device", "cpu", "--port", str(port)]) == 1  # 2: never start it again
-    assert f"127.0.0.1:{port} is in use by another program" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("verb", "flag"), [("serve", "--port"), ("serve", "--uds"), ("generate", "")])
