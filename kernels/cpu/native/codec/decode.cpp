@@ -27,8 +27,7 @@ struct CodedGroup {
     static constexpr int raise = Shape::is_float8 ? 0 : 128;
     float start() const { return from_bf16(zero_bits) - (raise + level.reg[0][0]) * from_bf16(scale_bits); }
     F32 raised(I32 code) const { return Shape::is_float8 ? from_e4m3(code) : to_float(code + splat_int(raise)); }
-    F32 level_of(I32 code) const { return Shape::is_float8 ? from_e4m3(code) : to_float(code - level); }
-    F32 number_of(I32 code) const { return fma(level_of(code), scale, zero); }
+    F32 number_of(I32 code) const { return fma(Shape::is_float8 ? from_e4m3(code) : to_float(code - level), scale, zero); }
     // Of numbers `at` to `at + 15`.
     I32 codes(int at) const { return planes.load(at); }
     F32 numbers(int at) const { return number_of(codes(at)); }
@@ -119,15 +118,14 @@ void add_groups(const tw_recode_args &args, int64_t first, int64_t num_groups, b
         for (int64_t at = 0; at < num_groups; at++) {
             const CodedGroup<Shape> coded(message, first + at);
             float *sum = sums + at * Shape::size;
-            UNROLL_FOR (int j = 0; j < Shape::size; j += LANES)
-                store(sum + j, fma(coded.raised(coded.codes(j)), coded.scale, i ? load(sum + j) : splat(starts[at])));
+            F32 x[Shape::num_vectors];
+            UNROLL_FOR (int j = 0; j < Shape::num_vectors; j++) {
+                const F32 before = i ? load(sum + LANES * j) : splat(starts[at]);
+                x[j] = fma(coded.raised(coded.codes(LANES * j)), coded.scale, before);
+            }
+            if (turns_back && i + 1 == args.num_messages) turn_back<Shape>(x);
+            UNROLL_FOR (int j = 0; j < Shape::num_vectors; j++) store(sum + LANES * j, x[j]);
         }
-    }
-    for (float *sum = sums; turns_back && sum < sums + num_groups * Shape::size; sum += Shape::size) {
-        F32 x[Shape::num_vectors];
-        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) x[i] = load(sum + LANES * i);
-        turn_back<Shape>(x);
-        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) store(sum + LANES * i, x[i]);
     }
 }
 }  // namespace
@@ -146,11 +144,15 @@ void tw_decode_add(const void *code_args, int64_t start, int64_t stop) {
         for (int64_t group = start; group < stop; group++) {
             F32 x[Shape::num_vectors];
             decode_group<Shape>(message, group, x);
-            UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) {
-                const int64_t first = group * Shape::size + LANES * i, left = args.num_elems - first;
-                char *place = (char *)args.numbers + Float32::size * first;
-                if (left > 0) store_numbers<Float32>(place, load_numbers<Float32>(place, left) + x[i], left);
+            float *sums = (float *)args.numbers + group * Shape::size;
+            const int64_t left = args.num_elems - group * Shape::size;
+            if (left >= Shape::size) {
+                UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) store(sums + LANES * i, load(sums + LANES * i) + x[i]);
+                continue;
             }
+            alignas(64) float numbers[Shape::size];
+            UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) store(numbers + LANES * i, x[i]);
+            for (int64_t at = 0; at < left; at++) sums[at] += numbers[at];
         }
     });
 }
@@ -167,9 +169,8 @@ void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t sto
     for (int64_t first = start * MAX_GROUP; first < end; first += BLOCK) {
         const int64_t count = end - first < BLOCK ? end - first : BLOCK;
         const int64_t num_groups = (count + size - 1) / size;
-        with_shape(format, [&]<class Shape>(Shape) {
-            add_groups<Shape>(args, first / size, num_groups, format.hadamard && !stay_rotated, sums);
-        });
+        const bool turns_back = format.hadamard && !stay_rotated;
+        with_shape(format, [&]<class S>(S) { add_groups<S>(args, first / size, num_groups, turns_back, sums); });
         // Numbers that are still rotated fill their groups.
         const int64_t kept = stay_rotated ? num_groups * size : count;
         encode(out, first / out_size, (const char *)sums, kept, out_format.hadamard && !stay_rotated,
