@@ -71,13 +71,11 @@ def decode_add_reference(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
 def decode_reduce_encode_reference(
     bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, carried_M: Tensor | None = None
 ) -> Tensor:
-    """Encode the float32 sum of ``bufs``, which stays rotated if both formats rotate equal groups.
-
-    ``carried_M`` as in ``encode_reference`` with ``out_fmt``.
-    """
+    """Encode the float32 sum of ``bufs``, rotated if both formats rotate equal groups. ``carried_M`` as in ``encode_reference``."""
     assert bufs, "nothing to add"
     offset, parts = fmt.sum_offset, [_read_groups(buf, fmt, num_elems) for buf in bufs]
-    total = sum((0.0 if zero_G1 is None else zero_G1) - offset * scale_G1 for _, scale_G1, zero_G1 in parts)
+    starts = [(0.0 if zero_G1 is None else zero_G1) - offset * scale_G1 for _, scale_G1, zero_G1 in parts]
+    total = sum(starts, torch.zeros_like(starts[0]))
     for levels_GE, scale_G1, _ in parts:
         total = total + (levels_GE + offset) * scale_G1
     if fmt.hadamard and out_fmt.hadamard and fmt.group_elems == out_fmt.group_elems:

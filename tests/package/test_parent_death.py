@@ -31,7 +31,9 @@ def test_a_stopped_server_is_killed_and_says_so(
     assert f"(pid {process.pid}) has been stopped (SIGSTOP)" in capfd.readouterr().err
 
 
-def test_signals_are_noted_from_the_first_look_on() -> None:
+def test_signals_are_noted_from_the_first_look_on(request: pytest.FixtureRequest) -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a command that ran in this process may have set it
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
     with stop_signals() as look:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
