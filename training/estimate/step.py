@@ -1,9 +1,9 @@
 """The bytes, operations, memory and predicted seconds of one training step on one rank, and advice on sparse gradients."""
 
-import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from timeit import repeat
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,8 @@ from tightwire.training.start.model import plan_model
 
 _MOST_REPLICAS = 128  # the article on DGC in Paddle asks for dense sums above
 _NORM_BYTES = 8  # a shard's squared gradient norm, sent to each rank of its shard group
-_CPU_SIDE, _GPU_SIDE, _TRIES = 1024, 4096, 8
+_SMALL_SIDE, _CPU_SIDE, _GPU_SIDE = 256, 1024, 4096
+_LONGEST_PRODUCT_S = 1.5
 
 
 class CompressorBytes(NamedTuple):
@@ -33,7 +34,7 @@ class CompressorBytes(NamedTuple):
     rounds: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepModel:
     """One step after the first. Bytes are those that ``topology``'s rank sends; ranks differ with a sparse compressor."""
 
@@ -106,16 +107,8 @@ def model_step(
         accumulation=config.micro_batches(topology.world_size),
         forwards=1 + config.has_reference,
     )
-    return StepModel(
-        config=config,
-        options=options,
-        llama=llama,
-        topology=topology,
-        step=step,
-        plan=plan,
-        flows=flows,
-        compressors=_compressors(config, options, plan, topology, step),
-    )
+    compressors = _compressors(config, options, plan, topology, step)
+    return StepModel(config, options, llama, topology, step, plan, flows, compressors)
 
 
 def _compressors(
@@ -160,15 +153,25 @@ def flops_per_token(config: LlamaConfig, sequence_tokens: int, passes: int = 3, 
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak operations per second of one device: the rate of a large matrix product, measured in about 0.2 s on a CPU."""
-    side = _CPU_SIDE if device.type == "cpu" else _GPU_SIDE
-    a, b = (torch.rand(side, side, dtype=dtype, device=device) for _ in range(2))
-    times = []
-    for _ in range(1 + _TRIES):
-        begun = time.perf_counter()
-        torch.mm(a, b).sum().item()  # waits for the device
-        times.append(time.perf_counter() - begun)
-    return 2 * side**3 / min(times)  # the fastest try, because other programs slow the rest
+    """Peak operations per second of one device: the rate of a large matrix product (a small one if it is slow), measured in about 0.2 s on a CPU."""
+
+    def rate(side: int) -> float:
+        a, b = (torch.rand(side, side, dtype=dtype, device=device) for _ in range(2))
+        seconds = repeat(lambda: torch.mm(a, b).sum().item(), number=1, repeat=9)  # the sum waits for the device
+        return 2 * side**3 / min(seconds)  # the fastest try, because other programs slow the rest
+
+    if device.type != "cpu":
+        return rate(_GPU_SIDE)
+    small = rate(_SMALL_SIDE)
+    return rate(_CPU_SIDE) if 2 * _CPU_SIDE**3 / small < _LONGEST_PRODUCT_S else small
+
+
+def dtype_advice(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """A sentence if a CPU multiplies float32 clearly faster than ``dtype``; none otherwise."""
+    if device.type == "cpu" and dtype != torch.float32:
+        times_as_fast = peak_flops(device, torch.float32) / peak_flops(device, dtype)
+        if times_as_fast > 1.5:
+            yield f"this CPU multiplies float32 {times_as_fast:.0f} times as fast: use model.compute_dtype=float32"
 
 
 class Phase(NamedTuple):
@@ -200,17 +203,14 @@ def advice(options: CompressorOptions, plan: BucketPlan, replicas: int) -> Itera
     wasteful = [first for first, phase in sparse.items() if phase.sent_bytes > dense_bytes]
     useful = [first for first in sparse if first > max(wasteful, default=0)]
     if wasteful:
-        phase = phases[wasteful[0]]
+        phase, mend = phases[wasteful[0]], "use parallel.between.kind=dense, or a higher sparsity"
+        if useful:
+            steps = max(1, options.rampup_begin_step + options.rampup_step - useful[0])
+            sparsity = ", ".join(f"{phases[first].sparsity:g}" for first in useful)
+            mend = f"make the first {useful[0]} steps dense: rampup_begin_step={useful[0]}, rampup_step={steps}, sparsity=[{sparsity}]"
         yield (
             f"parallel.between sends {format_bytes(phase.sent_bytes)} a step at sparsity {phase.sparsity:g}, and dense sums "
-            f"{format_bytes(dense_bytes)}: every one of {replicas} replicas receives the elements of all others; "
-            + (
-                f"make the first {useful[0]} steps dense: rampup_begin_step={useful[0]}, rampup_step="
-                f"{max(1, options.rampup_begin_step + options.rampup_step - useful[0])}, "
-                f"sparsity=[{', '.join(f'{phases[first].sparsity:g}' for first in useful)}]"
-                if useful
-                else "use parallel.between.kind=dense, or a higher sparsity"
-            )
+            f"{format_bytes(dense_bytes)}: every one of {replicas} replicas receives the elements of all others; {mend}"
         )
     if replicas > _MOST_REPLICAS:
         yield (

@@ -18,7 +18,7 @@ from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.engine.flat_parameters import BucketPlan
 from tightwire.training.engine.options import engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
-from tightwire.training.estimate.step import StepModel, advice, model_step, peak_flops, sparse_phases
+from tightwire.training.estimate.step import StepModel, advice, dtype_advice, model_step, peak_flops, sparse_phases
 from tightwire.training.estimate.step_time import Computing, Rates, predict_step
 from tightwire.training.run.early_checks import find_topology
 from tightwire.training.run.rollouts import Engines
@@ -126,7 +126,8 @@ def _about_time(model: StepModel, links: Mapping[str, Link]) -> Iterator[str]:
     yield "\ntime of a step: at least the longest of these"
     config, topology, tflop = model.config, model.topology, model.flops / 1e12
     given, dtype = config.log.peak_tflops, getattr(torch, config.model.compute_dtype)
-    rate = given * 1e12 if given else peak_flops(find_device(config.device, Topology(0, 1)), dtype)
+    device = find_device(config.device, Topology(0, 1))
+    rate = given * 1e12 if given else peak_flops(device, dtype)
     at_rate = f" at {rate / 1e12:.3g} TFLOP/s, {'as given' if given else 'of this machine'}"
     inside, between = model.inside_nodes, model.between_nodes * topology.ranks_per_node
     times = {
@@ -139,6 +140,8 @@ def _about_time(model: StepModel, links: Mapping[str, Link]) -> Iterator[str]:
             yield f"    {name:<18}not known for {what}: give {key}"
         elif seconds:
             yield f"    {name:<18}{format_seconds(seconds):>10}  {what}"
+    if not given:
+        yield from (f"    ADVICE: {text}" for text in dtype_advice(device, dtype))
     known = [seconds for seconds, *_ in times.values() if seconds is not None]
     steps = config.schedule.steps
     yield f"    {'a step':<18}{format_seconds(max(known)):>10}; all {steps} steps {format_seconds(max(known) * steps)}"

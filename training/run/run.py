@@ -34,7 +34,7 @@ from tightwire.training.data.documents import RunData, describe_files
 from tightwire.training.data.sequences import held_out_sequences, rank_batches
 from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
-from tightwire.training.estimate.step import advice, flops_per_token, model_step, peak_flops
+from tightwire.training.estimate.step import advice, dtype_advice, flops_per_token, model_step, peak_flops
 from tightwire.training.log.run_log import RunLog, Terminal
 from tightwire.training.log.timeline import Timeline
 from tightwire.training.ranks.groups import open_store, rollout_group
@@ -103,15 +103,11 @@ class Run:
         traced = {} if self._timeline is None else {"trace": self._timeline}
         self._trained = make_trained(config, options, self._start, ranks.groups, **traced)
         plan, replicas = self._trained.engine.plan, self._trained.state.replica.size
-        compressor = config.parallel.between
+        kept = checkpoint_bytes(config.optimizer, plan, config.parallel.between, replicas)
+        written = plan.num_parameters if config.model.lora is None else plan.num_trainable
         with ranks.control.failing_together(ValueError):
             if ranks.control.rank == 0:  # rank 0 writes the model
-                check_disk_space(
-                    config,
-                    self._folder,
-                    checkpoint_bytes=checkpoint_bytes(config.optimizer, plan, compressor, replicas),
-                    num_parameters=plan.num_parameters if config.model.lora is None else plan.num_trainable,
-                )
+                check_disk_space(config, self._folder, checkpoint_bytes=kept, num_parameters=written)
 
     def close(self) -> None:
         self._trained.engine.close()
@@ -134,7 +130,9 @@ class Run:
                 if control.rank == 0:
                     log = RunLog(self._folder, after_step=step, tensorboard=config.log.tensorboard)
             terminal.say(self._describe_start(checkpoint))
-            for text in advice(config.parallel.between, trained.engine.plan, trained.state.replica.size):
+            dtype = getattr(torch, config.model.compute_dtype)
+            wasteful = advice(config.parallel.between, trained.engine.plan, trained.state.replica.size)
+            for text in chain(wasteful, dtype_advice(trained.device, dtype)):
                 terminal.say(f"WARNING: {text}")
             if config.data.kind == "prompts":
                 with control.failing_together(ValueError):
@@ -169,8 +167,7 @@ class Run:
                 rollouts=rollouts,
                 stop_signal=stop_signal,
                 flops_per_token=flops,
-                peak_flops=(config.log.peak_tflops or 0) * 1e12
-                or peak_flops(trained.device, getattr(torch, config.model.compute_dtype)),
+                peak_flops=(config.log.peak_tflops or 0) * 1e12 or peak_flops(trained.device, dtype),
                 step=step,
                 position=position,
                 last_checkpoint=checkpoint,

@@ -6,7 +6,7 @@ README.md says what is measured: copies and products, the parts of a step (``lay
 import signal
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from tightwire.bench.report.table import Column, Metric, Table
 from tightwire.bench.run import Bench
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.comm.group.local_ranks import LocalRankError
+from tightwire.kernels.cpu.library import has_pairs
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.layout import make_layout
@@ -108,26 +109,25 @@ class RooflineBench(Bench[RooflineOptions]):
 
 
 def measure_rates(device: str, size: int | None = None) -> dict[str, float]:
-    """Bytes a second read and written by a copy, and FLOP/s of bfloat16 products (on a CPU of float32, if that is faster)."""
+    """Bytes a second read and written by a copy, and FLOP/s of products: bfloat16's, or on a CPU float32's if they are faster."""
     is_cuda = device == "cuda"
     size, product_s = size or (8192 if is_cuda else 2048), list[float]()
     source = torch.zeros((64 if is_cuda else 128) * size**2, dtype=torch.uint8, device=device)
     copy_s = _least_s(partial(torch.empty_like(source).copy_, source), device)
-    for dtype in [torch.bfloat16] if is_cuda else [torch.bfloat16, torch.float32]:
+    # Where a CPU has no instructions for bfloat16, torch's product takes 100 times as long.
+    for dtype in [torch.bfloat16] * (is_cuda or has_pairs()) + [torch.float32] * (not is_cuda):
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         product_s.append(_least_s(partial(torch.matmul, a, b), device))
     return {"copy_bytes_per_s": 2 * source.numel() / copy_s, "product_flops": 2 * size**3 / min(product_s)}
 
 
 def _least_s(work: Callable[[], object], device: str) -> float:
-    seconds = []
-    for _ in range(8):
-        start = time.perf_counter()
+    def timed() -> None:
         work()
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+
+    return min(timeit.repeat(timed, number=1, repeat=8))
 
 
 def _device_of(options: RooflineOptions) -> str:

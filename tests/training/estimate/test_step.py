@@ -1,9 +1,11 @@
 """Operations per token against torch's counter, and the peak rate of a CPU."""
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.training.estimate import step
 from tightwire.training.estimate.step import flops_per_token, peak_flops
 from tightwire.training.start.model import build_model
 
@@ -41,3 +43,28 @@ def test_operations_of_products_equal_torchs_count() -> None:
 
 def test_a_cpu_is_measured() -> None:
     assert peak_flops(_CPU, torch.float32) > 0
+
+
+def test_what_a_cpu_multiplies_slowly_is_measured_with_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, product = set[int](), torch.mm
+
+    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        rows.add(len(a))
+        return product(a, b)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(step, "_LONGEST_PRODUCT_S", 1e-12)
+    assert peak_flops(_CPU, torch.float32) > 0
+    assert rows == {256}
+
+
+@pytest.mark.parametrize(("bfloat16_flops", "advised"), [(1e9, "70 times"), (5e10, ""), (1e12, "")])
+def test_a_dtype_that_a_cpu_multiplies_slowly_is_advised_against(
+    monkeypatch: pytest.MonkeyPatch, bfloat16_flops: float, advised: str
+) -> None:
+    rates = {torch.float32: 7e10, torch.bfloat16: bfloat16_flops}
+    monkeypatch.setattr(step, "peak_flops", lambda device, dtype: rates[dtype])
+
+    assert [advised in text for text in step.dtype_advice(_CPU, torch.bfloat16)] == ([True] if advised else [])
+    assert not list(step.dtype_advice(_CPU, torch.float32))
+    assert not list(step.dtype_advice(torch.device("cuda"), torch.bfloat16))

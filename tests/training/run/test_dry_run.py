@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.training.training_runs import make_config
 
 from tightwire.comm.group.topology import Topology
 from tightwire.sizes import parse_bytes
 from tightwire.training.config.read import read_config
 from tightwire.training.engine.options import engine_options
+from tightwire.training.estimate import step
 from tightwire.training.estimate.step import model_step
 from tightwire.training.run.dry_run import dry_run
 from tightwire.training.start.model import config_of
@@ -25,6 +27,18 @@ def test_a_dry_run_reports_memory_traffic_and_time(tmp_path: Path) -> None:
     assert "data              1 file, " in report
     assert "predicted" not in report  # two micro-batches
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_advises_against_a_dtype_that_the_machine_multiplies_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flops(device: torch.device, dtype: torch.dtype) -> float:
+        return 7e10 if dtype == torch.float32 else 1e9
+
+    monkeypatch.setattr(step, "peak_flops", flops)
+    given = ["model.compute_dtype=bfloat16", "log.peak_tflops=1"]  # of another machine
+    assert "ADVICE" not in dry_run(make_config(tmp_path, *given), {})
+    assert "use model.compute_dtype=float32" in dry_run(make_config(tmp_path, given[0], "log.peak_tflops=null"), {})
 
 
 def test_a_dry_run_predicts_a_step_of_one_micro_batch(tmp_path: Path) -> None:
