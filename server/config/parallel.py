@@ -108,7 +108,7 @@ class ParallelOptions:
     overlap: str = option(
         "auto",
         "compute one half of a prompt's step while the other half's sums are on the wire, between CPU ranks: on, off, or "
-        "auto, which is on with --link (transfers through memory would take cores from computing)",
+        "auto, which is on with --link and between hosts (transfers through memory would take cores from computing)",
         ("auto", "on", "off"),
     )
     numa: str = option(
