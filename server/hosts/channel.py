@@ -104,15 +104,16 @@ async def meet(channel: Channel, secret: bytes) -> tuple[Hello, bool]:
     return hello, proven
 
 
-async def introduce(channel: Channel, hello: Hello, secret: bytes) -> None:
-    """Say HELLO to node 0. ValueError: it refuses, or does not know the secret. LostError: no answer."""
-    challenge = await channel.receive(_HELLO_S)
+async def introduce(channel: Channel, hello: Hello, secret: bytes, timeout_s: float) -> None:
+    """Say HELLO to node 0. ValueError: it refuses, or does not know the secret. LostError: no answer in ``timeout_s``, or 30 s."""
+    timeout_s = min(timeout_s, _HELLO_S)
+    challenge = await channel.receive(timeout_s)
     if not isinstance(challenge, Challenge):
         raise LostError("sent no challenge: what listens there is no node 0 of this version")
     nonce = secrets.token_hex(16)
     proof = _prove(secret, hello.node, challenge.nonce, nonce)
     channel.send(msgspec.structs.replace(hello, nonce=nonce, proof=proof))
-    answer = await channel.receive(_HELLO_S, LONG_LOST)
+    answer = await channel.receive(timeout_s, LONG_LOST)
     refusal = answer.reason if isinstance(answer, End) else ""
     known = isinstance(answer, Welcome) and hmac.compare_digest(answer.proof, _prove(secret, 0, nonce, challenge.nonce))
     if not known:

@@ -100,7 +100,7 @@ class Member(Side):
                 why = why_unreachable(error)
             else:
                 try:
-                    await introduce(channel, self._joining.hello(), self._joining.secret)
+                    await introduce(channel, self._joining.hello(), self._joining.secret, limit_s)
                     return channel
                 except LostError as error:
                     channel.abandon()

@@ -6,7 +6,6 @@ import socket
 import pytest
 from helpers.server.hosts import until
 
-from tightwire.server.hosts import channel as hosts_channel
 from tightwire.server.hosts.channel import Channel, LostError, accept_channels, introduce, open_channel
 from tightwire.server.hosts.messages import Beat, Challenge, End, Hello, Table
 
@@ -23,9 +22,8 @@ async def test_a_silent_host_is_lost_within_its_deadline() -> None:
     server.close()
 
 
-async def test_a_hello_that_may_be_too_long_for_the_network_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hello_that_may_be_too_long_for_the_network_is_told_so() -> None:
     """A connection and short messages pass, as through a tunnel whose ends have a larger MTU."""
-    monkeypatch.setattr(hosts_channel, "_HELLO_S", 0.2)
     channels: list[Channel] = []
     listener = socket.create_server(("127.0.0.1", 0))
     server = await accept_channels(listener, channels.append)
@@ -33,7 +31,7 @@ async def test_a_hello_that_may_be_too_long_for_the_network_is_told_so(monkeypat
     await until(lambda: channels)
     channels[0].send(Challenge("nonce"))
     with pytest.raises(LostError, match="silent for 0.2 s; if only long messages are lost, lower the MTU of the"):
-        await introduce(here, Hello(1, "127.0.0.1", "lo", [], {}, 0), b"")
+        await introduce(here, Hello(1, "127.0.0.1", "lo", [], {}, 0), b"", 0.2)
     await asyncio.gather(here.close(), channels[0].close())
     server.close()
 

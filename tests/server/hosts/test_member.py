@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.server.hosts import PLAN, Told, free_ports, joining, tiny_checkpoint, until
 
-from tightwire.server.hosts.channel import Channel, accept_channels
+from tightwire.server.hosts.channel import Channel, LostError, accept_channels
 from tightwire.server.hosts.head import Head
 from tightwire.server.hosts.member import Member
 
@@ -66,6 +66,17 @@ async def test_a_node_tries_again_if_its_first_connection_is_dropped() -> None:
     await head.close()
     await member.close()
     store.close()
+
+
+async def test_what_listens_in_the_place_of_node_0_and_is_silent_is_waited_for_no_longer_than_for_node_0() -> None:
+    accepted: list[asyncio.StreamWriter] = []
+    other = await asyncio.start_server(lambda _, writer: accepted.append(writer), "127.0.0.1", 0)
+    member = Member(replace(joining(1, other.sockets[0].getsockname()[1], Told()), join_timeout_s=0.2))
+    with pytest.raises(LostError, match=r"node 0 .* could not be reached for 0 s: it has been silent for 0.2 s; start"):
+        await asyncio.wait_for(member.join(), 10)
+    await member.close()
+    accepted[0].close()
+    other.close()
 
 
 async def test_a_model_that_is_not_here_is_fetched_from_node_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
