@@ -12,7 +12,7 @@ import msgspec
 
 from tightwire.server.hosts.messages import Challenge, End, Hello, Message, Welcome
 
-_HELLO_S = 30.0  # for each message of HELLO: on a busy machine a process may still import
+HELLO_S = 30.0  # for each message of HELLO: on a busy machine a process may still import
 _CLOSE_S = 0.5
 # After a wait that was longer by more, this process itself was stopped and cannot judge the other host's silence.
 _OWN_PAUSE_S = 3.0
@@ -95,7 +95,7 @@ async def meet(channel: Channel, secret: bytes) -> tuple[Hello, bool]:
     """Node 0's side of HELLO, and whether the node knows the secret. LostError: no HELLO came."""
     nonce = secrets.token_hex(16)
     channel.send(Challenge(nonce))
-    hello = await channel.receive(_HELLO_S)
+    hello = await channel.receive(HELLO_S)
     if not isinstance(hello, Hello):
         raise LostError("sent no HELLO")
     proven = hmac.compare_digest(hello.proof, _prove(secret, hello.node, nonce, hello.nonce))
@@ -105,8 +105,7 @@ async def meet(channel: Channel, secret: bytes) -> tuple[Hello, bool]:
 
 
 async def introduce(channel: Channel, hello: Hello, secret: bytes, timeout_s: float) -> None:
-    """Say HELLO to node 0. ValueError: it refuses, or does not know the secret. LostError: no answer in ``timeout_s``, or 30 s."""
-    timeout_s = min(timeout_s, _HELLO_S)
+    """Say HELLO to node 0. ValueError: it refuses, or does not know the secret. LostError: no answer in ``timeout_s``."""
     challenge = await channel.receive(timeout_s)
     if not isinstance(challenge, Challenge):
         raise LostError("sent no challenge: what listens there is no node 0 of this version")

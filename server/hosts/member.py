@@ -11,7 +11,7 @@ from tightwire.comm.link.wire import LinkFacts
 from tightwire.model.checkpoint.header import has_copy
 from tightwire.model.open import Checkpoint
 from tightwire.server.hosts import messages
-from tightwire.server.hosts.channel import Channel, LostError, introduce, open_channel
+from tightwire.server.hosts.channel import HELLO_S, Channel, LostError, introduce, open_channel
 from tightwire.server.hosts.checks import CONNECT_S, facts_of, measure, probe, why_unreachable
 from tightwire.server.hosts.files import ModelFiles, fetch_files
 from tightwire.server.hosts.place import joined
@@ -100,7 +100,7 @@ class Member(Side):
                 why = why_unreachable(error)
             else:
                 try:
-                    await introduce(channel, self._joining.hello(), self._joining.secret, limit_s)
+                    await introduce(channel, self._joining.hello(), self._joining.secret, min(HELLO_S, limit_s))
                     return channel
                 except LostError as error:
                     channel.abandon()
