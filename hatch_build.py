@@ -13,8 +13,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface  # pyri
 
 
 def _load_build() -> Any:
-    """kernels/cpu/build.py without the package around it, whose dependencies a build environment lacks."""
-    path = Path(__file__).parent / "kernels" / "cpu" / "build.py"
+    """native_build.py without the package around it, whose dependencies a build environment lacks."""
+    path = Path(__file__).parent / "src" / "tightwire" / "native_build.py"
     spec = importlib.util.spec_from_file_location("tightwire_kernel_build", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -44,7 +44,7 @@ class BuildKernels(BuildHookInterface):
             try:
                 library = build.build(level)
                 # Named one by one: a folder that was built in before may hold others, which no sdist or wheel should have.
-                build_data["artifacts"].append(library.relative_to(Path(__file__).parent).as_posix())
+                build_data["artifacts"].append(library.relative_to(Path(__file__).resolve().parent).as_posix())
             except RuntimeError as error:
                 if version != "editable":
                     raise

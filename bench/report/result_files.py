@@ -4,7 +4,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tightwire.atomic_file import write_atomic
+from tightwire.whole_folder import write_atomic
 
 _MAX_LABEL_CHARS = 100  # a file name has at most 255 bytes, and a date follows
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from tightwire.atomic_file import write_atomic
+from tightwire.whole_folder import write_atomic
 
 SCHEMA = "tightwire.accuracy/1"
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from tightwire.atomic_file import write_atomic
 from tightwire.comm.all_reduce.names import preset_names, split_name
 from tightwire.comm.codec.codec_names import has_feedback
 from tightwire.comm.group.numa import describe_numbers
+from tightwire.whole_folder import write_atomic
 
 SITES = ("embed", "o_proj", "down_proj")
 # In a policy file, of sums after attention: each rank goes on with its own part, and the sum after the MLP includes all parts.

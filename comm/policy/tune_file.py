@@ -13,8 +13,8 @@ import msgspec
 from filelock import FileLock, Timeout
 
 import tightwire
-from tightwire.atomic_file import write_atomic
 from tightwire.comm.all_reduce.entry import Setting
+from tightwire.whole_folder import write_atomic
 
 SCHEMA = 2
 # Of a kernel that sums over peer memory: enough to keep a link busy, and few enough that all run at once.

@@ -17,7 +17,7 @@ from typing import Any
 import cffi
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from tightwire.kernels.cpu import build
+from tightwire import native_build
 
 _log = logging.getLogger(__name__)
 _loading = threading.Lock()
@@ -62,7 +62,7 @@ def _load() -> tuple[Any, str]:
 
 @cache
 def _load_once() -> tuple[Any, str]:
-    usable, asked = build.usable_levels(), os.environ.get("TIGHTWIRE_KERNELS", "")
+    usable, asked = native_build.usable_levels(), os.environ.get("TIGHTWIRE_KERNELS", "")
     if asked not in ("", "sanitize", "spec", *usable):
         raise ValueError(
             f"TIGHTWIRE_KERNELS={asked}: this CPU has no such level; it has {', '.join([*usable, 'spec'])}"
@@ -84,10 +84,10 @@ def _load_once() -> tuple[Any, str]:
 
 
 def _open(wanted: str, *, sanitize: bool) -> Any:
-    path = build.library_path(wanted, sanitize=sanitize)
-    if build.SOURCES.exists() and not _is_current(path):
+    path = native_build.library_path(wanted, sanitize=sanitize)
+    if native_build.SOURCES.exists() and not _is_current(path):
         try:
-            build.BUILT.mkdir(exist_ok=True)
+            native_build.BUILT.mkdir(exist_ok=True)
         except OSError as error:
             raise RuntimeError(
                 f"{path} is missing and cannot be built there ({error}); install Tightwire again"
@@ -95,8 +95,8 @@ def _open(wanted: str, *, sanitize: bool) -> Any:
         with _lock_build(path):
             if not _is_current(path):  # another process may have built it meanwhile
                 _log.warning("building the CPU kernels for level %s, about 20 s", wanted)
-                build.build(wanted, sanitize=sanitize)
-    lines = (build.SOURCES / "kernels.h").read_text().splitlines()
+                native_build.build(wanted, sanitize=sanitize)
+    lines = (native_build.SOURCES / "kernels.h").read_text().splitlines()
     ffi.cdef("\n".join(line.replace("TW_API ", "") for line in lines if not line.startswith("#")))
     return ffi.dlopen(str(path))
 
@@ -107,18 +107,18 @@ def _lock_build(path: Path) -> AcquireReturnProxy:
     try:
         return lock.acquire(timeout=0)
     except Timeout:
-        _log.warning("waiting for another process that builds the CPU kernels, at most %g s", build.DEADLINE_S)
+        _log.warning("waiting for another process that builds the CPU kernels, at most %g s", native_build.DEADLINE_S)
     try:
-        return lock.acquire(timeout=build.DEADLINE_S, poll_interval=0.1)
+        return lock.acquire(timeout=native_build.DEADLINE_S, poll_interval=0.1)
     except Timeout as error:
         raise RuntimeError(
-            f"another process has held {lock.lock_file} for {build.DEADLINE_S:g} s to build them; "
+            f"another process has held {lock.lock_file} for {native_build.DEADLINE_S:g} s to build them; "
             "end that process and start Tightwire again"
         ) from error
 
 
 def _is_current(path: Path) -> bool:
-    return path.exists() and build.source_hash().encode() in path.read_bytes()
+    return path.exists() and native_build.source_hash().encode() in path.read_bytes()
 
 
 def struct(name: str, values: Sequence[Any] | Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tightwire.atomic_file import write_atomic
+from tightwire.whole_folder import write_atomic
 
 _AT_ONCE = 256  # prompts of a file
 _SETTINGS = "settings.json"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tightwire.atomic_file import write_atomic
+from tightwire.whole_folder import write_atomic
 
 PAGE = "run.html"
 LOG, SAMPLES = "metrics.jsonl", "samples.jsonl"

@@ -1,6 +1,6 @@
-"""Creates a folder atomically: it is filled under a temporary name and renamed at the end.
+"""Creates files and folders atomically: they are filled under a temporary name and renamed at the end.
 
-The process locks ``NAME.partial-PID`` until it ends, so the next one removes what a killed one left.
+A reader, or a crash, never sees a part of them. For a folder the process locks ``NAME.partial-PID`` until it ends, so the next one removes what a killed one left.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import re
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,22 @@ _PARTIAL = ".partial-"
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write ``content`` next to ``path``, then rename it to ``path``. If that fails, no temporary file remains."""
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o644)  # mkstemp's files are private, and a server may run as another user
+        Path(draft).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(draft).unlink()
+        raise
 
 
 def is_partial(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A folder appears complete or not at all; leftovers of killed processes are removed, those of live ones are not."""
+"""A file or folder appears complete or not at all; leftovers of killed processes are removed, those of live ones are not."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tightwire import whole_folder as module
-from tightwire.whole_folder import is_partial, only_user, whole_folder
+from tightwire.whole_folder import is_partial, only_user, whole_folder, write_atomic
 
 
 def refuse(folder: Path) -> None:
@@ -190,3 +190,23 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
     with pytest.raises(OSError, match="refused") if number == errno.EIO else nullcontext(), only_user(tmp_path):
         pass
     assert ("its file system has no locks" in capsys.readouterr().err) == (number == errno.ENOLCK)
+
+
+def test_a_file_is_replaced_as_a_whole_and_readable_by_others(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    write_atomic(path, b"old")
+    write_atomic(path, b"new")
+
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+
+    with pytest.raises(OSError):
+        write_atomic(path, b"a file cannot replace a folder")
+
+    assert list(tmp_path.iterdir()) == [path]

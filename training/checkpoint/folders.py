@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tightwire.atomic_file import write_atomic
 from tightwire.large_file import file_crc
-from tightwire.whole_folder import sync
+from tightwire.whole_folder import sync, write_atomic
 
 
 class CheckpointError(RuntimeError):

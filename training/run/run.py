@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import yaml
 
-from tightwire.atomic_file import write_atomic
 from tightwire.comm.errors import CommError
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.catalog import CATALOG
@@ -53,6 +52,7 @@ from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make
 from tightwire.training.start.export import CRITIC, export_adapter, export_folder
 from tightwire.training.start.lora import actors, critics
 from tightwire.training.start.model import HEAD_NAME, StartingModel, open_starting_model
+from tightwire.whole_folder import write_atomic
 
 # Errors after a run has started.
 FAILURES = (CheckpointError, BrokenDataError, DivergedError, CommError, OSError)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from helpers.kernels.product import PRODUCT
 
-from tightwire.kernels.cpu import build
+from tightwire import native_build as build
 from tightwire.kernels.cpu.library import level
 
 
@@ -39,7 +39,7 @@ def test_a_level_that_the_cpu_lacks_is_refused() -> None:
 
 BROKEN = """
 from pathlib import Path
-from tightwire.kernels.cpu import build
+from tightwire import native_build as build
 build.BUILT = Path({folder!r})
 build.find_compiler = lambda: (_ for _ in ()).throw(build.NoCompilerError("no C++ compiler: install g++"))
 """
@@ -61,7 +61,7 @@ def test_an_install_that_cannot_be_written_says_what_to_do() -> None:
 def test_a_library_that_does_not_load_is_not_fatal(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from tightwire.kernels.cpu import build
+from tightwire import native_build as build
 build.BUILT = Path({str(tmp_path)!r})
 build.library_path(build.usable_levels()[-1]).write_bytes(build.source_hash().encode())  # not a library at all
 """
@@ -87,7 +87,8 @@ class _FreshClone:
 
     LOAD = """
 from pathlib import Path
-from tightwire.kernels.cpu import build, library
+from tightwire import native_build as build
+from tightwire.kernels.cpu import library
 build.SOURCES, build.BUILT = Path({folder!r}) / "native", Path({folder!r}) / "built"
 build.DEADLINE_S = {deadline_s}
 print(library.level())

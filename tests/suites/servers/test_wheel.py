@@ -15,7 +15,7 @@ from helpers.server.server_process import ServerProcess, complete, get
 from tiny import make_tiny
 
 import tightwire
-from tightwire.kernels.cpu import build
+from tightwire import native_build as build
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]  # compiles every level on all cores
 ROOT = Path(__file__).parents[3]
@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / "tree" / name, follow_symlinks=False)
     # Kernels that are not optimized do the same, and are compiled in a third of the time.
-    options = folder / "tree" / "kernels" / "cpu" / "build.py"
+    options = folder / "tree" / "src" / "tightwire" / "native_build.py"
     options.write_text(options.read_text().replace('"-O3"', '"-O0"'))
     _run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, cwd=folder / "tree")
     (built,) = folder.glob("tightwire-*.whl")

@@ -1,9 +1,8 @@
 // Matrix products whose rows do not depend on how many there are.
 //
 // An output is sixteen chains of multiply-adds over the inputs, lane by lane, added in a fixed tree and rounded once.
-// x and weights are both read along their rows, as they lie. With AVX512-BF16 bfloat16 numbers are multiplied in pairs;
-// elsewhere 16-bit weights are widened on the way, or once for all rows where there are many. Packed weights are unpacked
-// on the way for one row and once for several.
+// x and weights are both read along their rows, as they lie: 16-bit weights are widened on the way, packed ones unpacked, for several
+// rows once. With AVX512-BF16 bfloat16 is multiplied in pairs. On narrow registers chains.cpp multiplies several rows, to the same bits.
 //
 //     cell      the running sum of one output: sixteen lanes
 //     tile      the cells of a few rows and columns, in registers: multiply_tile
@@ -11,10 +10,11 @@
 //     panel     columns that a thread draws at a time, some blocks
 //     part      a run of inputs of a few widened columns
 //     group     32 inputs of a packed row, with a scale of their own
-//     widened   converted or unpacked to float32 (or to bfloat16 pairs) in scratch memory
+//     widened   unpacked to float32 (or to bfloat16 pairs) in scratch memory
 #include "linear.h"
 
 #include "../parallel.h"
+#include "chains.h"
 #include "matrix_units.h"
 #include "unpack.h"
 #include "tiles.h"
@@ -28,7 +28,6 @@ constexpr int SINGLE_COLUMNS = 4;
 constexpr int64_t BLOCK = WIDE ? 16 : 32;                       // columns multiplied with all rows at hand before the next
 constexpr int64_t MAX_ROWS = WIDE ? 32 : 96;                    // rows at hand
 constexpr int64_t CACHE_BYTES = WIDE ? 96 << 10 : 1 << 22;      // of those rows
-constexpr int64_t WIDENED_FROM_ROWS = 24;                       // rows worth widening 16-bit weights for (not if WIDE)
 constexpr int64_t MAX_WIDENED = WIDE ? 1 << 19 : 1 << 18;       // bytes of widened columns: half of the second-level cache
 constexpr int64_t PART_COLUMNS = 8, PART_BYTES = 2048;          // of widened columns: half of the nearest cache
 constexpr int64_t PART_ROWS = WIDE ? 128 : 60;                  // rows at hand with widened columns
@@ -196,22 +195,17 @@ void multiply_packed_row(const Block &block, int64_t kind) {
     });
 }
 
-// The block with its weights widened or unpacked in scratch memory. Inline, GCC would leave parts of unpacking outside.
+// The block with its weights unpacked in scratch memory. Inline, GCC would leave parts of unpacking outside.
 template <class Dot>
 __attribute__((noinline)) Block widened(Block block, int64_t kind) {
     const int64_t stride = widened_stride(block.depth, Dot::b_bytes == 2);
     char *target = (char *)thread_scratch(WIDENED_WEIGHTS, stride / 4 * block.columns);
-    if (is_packed(kind))
-        with_packed(kind, [&]<class Format>(Format) {
-            for (int64_t at = 0; at < block.columns; at++)
-                unpack_groups<Format, Dot::b_bytes == 2>(target + stride * at, block.weights + block.weight_stride * at,
-                                                         block.depth / GROUP,
-                                                         block.weights + block.weight_stride * at + UNPACK_AHEAD);
-        });
-    else
-        with_kind(kind, [&]<class Number>(Number) {
-            widen_rows<Number>(target, stride, block.weights, block.weight_stride, block.columns, block.depth);
-        });
+    with_packed(kind, [&]<class Format>(Format) {
+        for (int64_t at = 0; at < block.columns; at++) {
+            const char *row = block.weights + block.weight_stride * at;
+            unpack_groups<Format, Dot::b_bytes == 2>(target + stride * at, row, block.depth / GROUP, row + UNPACK_AHEAD);
+        }
+    });
     block.weights = target, block.weight_stride = stride;
     return block;
 }
@@ -225,7 +219,7 @@ int64_t rows_at_once(int64_t num_rows, int64_t limit) {
 template <class Dot>
 void multiply_outputs(const tw_linear_args &args, int64_t start, int64_t stop) {
     const int64_t kind = args.weight_kind, num_tokens = args.num_tokens, depth = args.num_inputs;
-    const bool widens = is_packed(kind) ? num_tokens > 1 : !WIDE && kind != FLOAT32 && num_tokens >= WIDENED_FROM_ROWS;
+    const bool widens = is_packed(kind) && num_tokens > 1;
     const bool in_parts = widens || (Dot::b_bytes == 2 && num_tokens > MANY_ROWS);
     const int64_t fitting = (in_parts ? PART_ROW_BYTES : CACHE_BYTES) / (Dot::a_bytes * depth + 1);
     const int64_t limit = most(TALL, least(in_parts ? PART_ROWS : MAX_ROWS, fitting) / TALL * TALL);
@@ -261,6 +255,7 @@ void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
 #elif defined(__AVX512BF16__)
     if (args.in_pairs) return multiply_outputs<PairDot>(args, start, stop);
 #endif
+    if (in_chains(args.num_tokens, args.weight_kind)) return multiply_chains(args, start, stop);
     multiply_outputs<SingleDot<Float32>>(args, start, stop);
 }
 
@@ -271,6 +266,7 @@ int64_t tw_prepared_bytes(const void *rows_args) {
     const tw_rows_args &args = *(const tw_rows_args *)rows_args;
     if (is_int8(args.weight_kind)) return args.num_rows * quantized_bytes(args.num_inputs);
     if (UNITS && args.kind == BFLOAT16) return tiled_bytes(args.num_rows, args.num_inputs);
+    if (in_chains(args.num_rows, args.weight_kind)) return (args.num_rows + LANES - 1) / LANES * chains_bytes(args.num_inputs);
     return args.kind == FLOAT32 || (PAIRS && args.kind == BFLOAT16) ? 0 : 4 * args.num_rows * args.num_inputs;
 }
 
@@ -285,6 +281,12 @@ void tw_prepare_rows(const void *rows_args, int64_t start, int64_t stop) {
     const int64_t bytes = tile_bytes(args.num_rows);
     if (args.kind == BFLOAT16) return make_tiles(out + bytes * tile_steps(depth) * start, bytes, x, args.x_stride, rows, depth);
 #endif
+    if (in_chains(args.num_rows, args.weight_kind)) {
+        for (int64_t at = start; at < stop; at++)
+            make_chains(out + chains_bytes(depth) * at, (const char *)args.x + args.x_stride * LANES * at, args.x_stride,
+                        least(LANES, args.num_rows - LANES * at), depth, args.kind);
+        return;
+    }
     with_kind(args.kind, [&]<class Number>(Number) {
         widen_rows<Number>(out + 4 * depth * row, 4 * depth, x, args.x_stride, rows, depth);
     });

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.kernels.cpu import build
+from tightwire import native_build as build
 
 V3 = {"avx2", "fma", "f16c"}
 V4 = V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -60,7 +60,7 @@ def test_an_unknown_architecture_has_no_levels(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_hash_is_the_same_in_every_process() -> None:
-    code = "from tightwire.kernels.cpu import build; print(build.source_hash())"
+    code = "from tightwire import native_build; print(native_build.source_hash())"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == build.source_hash() + "\n"
 
 

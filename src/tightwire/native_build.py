@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-SOURCES = Path(__file__).parent / "native"
-BUILT = Path(__file__).parent / "built"
+_KERNELS = (Path(__file__).parent / "kernels" / "cpu").resolve()  # in a checkout a link leads there
+SOURCES, BUILT = _KERNELS / "native", _KERNELS / "built"
 
 # Compiler options of each level, the best one last. A level's CPU flags are those of /proc/cpuinfo.
 LEVELS = {
