@@ -20,7 +20,7 @@ constexpr float TINY = 1e-30f;
 // From so many rows on the CPU's own prefetchers are late, and memory is asked for so far ahead; with fewer they are faster alone.
 constexpr int ROWS_TO_PREFETCH = 8;
 constexpr int64_t AHEAD_BYTES = 2048;
-constexpr int TALLEST = WIDE ? 12 : 2;  // rows of a tile
+constexpr int TALLEST = WIDE ? 12 : REGS == 2 ? 4 : 2;  // rows of a tile
 
 // A group of one row's activations, in a cache line. `terms` (scale * sum of codes, for weights with a minimum) and `minus_sums` (for
 // codes with an offset) are those of the first half, the second half, and all.
@@ -68,11 +68,12 @@ INLINE Int8Reg load_weights(TileSource source, unsigned number, unsigned at) {
 
 INLINE IntReg broadcast(const void *source) { return IntReg{} + (int32_t)load_bits((const char *)source, 4); }
 
-// A sum begins with `start`, adds a word with `step` and is exact after `finish`. `minus_sum`: of the activations' codes.
+// A sum begins with `start`, adds a word with `step`, which keeps `pairs`, and is exact after `finish`. `minus_sum`: of activations.
 template <class Format>
 struct IntegerDot {
     static constexpr bool has_sign = Format::Low::bits == 8 || Format::table != nullptr;
     static constexpr int bits = Format::Low::bits + Format::High::bits + (Format::fifths_at > 0);
+    static constexpr unsigned num_steps = GROUP / Format::num_parts / 4;  // of a part
     // What multiplication of codes adds to that of the codes less the offset.
     static IntReg correction(const int32_t *minus_sum) {
         if constexpr (Format::offset == 0) return IntReg{};
@@ -89,14 +90,13 @@ struct IntegerDot {
         if constexpr (has_sign) return weights ^ (int8_t)0x80;
         return weights;
     }
-    static IntReg step(IntReg sum, Int8Reg weights, const void *activations) {
+    static IntReg step(IntReg sum, ShortReg &, unsigned, Int8Reg weights, const void *activations) {
         return (IntReg)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)broadcast(activations));
     }
     static IntReg finish(IntReg sum, const int32_t *) { return sum; }
 #elif defined(__x86_64__)
-    // Pairs of products are added in 16 bits. Eight pairs of four-bit codes stay below 2^15, so these are added on in 16 bits; one
-    // of longer codes does, if a sign is moved from the weights to the activations.
-    static constexpr bool stays_short = bits <= 4 && !has_sign;
+    // Pairs of products are added in 16 bits, for as many steps as stay below 2^15: one, if a sign is moved to the activations.
+    static constexpr unsigned short_steps = has_sign || bits > 6 ? 1 : bits == 6 ? 2 : bits == 5 ? 4 : 8;
     static IntReg start(const int32_t *) { return IntReg{}; }
     static Int8Reg load(TileSource source, unsigned number, unsigned at) { return load_weights<Format>(source, number, at); }
 #if defined(__AVX512F__)
@@ -119,19 +119,17 @@ struct IntegerDot {
     }
     static IntReg add_pairs(ShortReg pairs) { return (IntReg)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
 #endif
-    static IntReg step(IntReg sum, Int8Reg weights, const void *activations) {
-        const ShortReg pairs = pairs_of(weights, broadcast(activations));
-        if constexpr (stays_short) return (IntReg)((ShortReg)sum + pairs);
-        return sum + add_pairs(pairs);
+    static IntReg step(IntReg sum, ShortReg &pairs, unsigned step, Int8Reg weights, const void *activations) {
+        const ShortReg own = pairs_of(weights, broadcast(activations));
+        pairs = step % short_steps ? pairs + own : own;
+        const bool is_last = step % short_steps + 1 == short_steps || step + 1 == num_steps;
+        return is_last ? sum + add_pairs(pairs) : sum;
     }
-    static IntReg finish(IntReg sum, const int32_t *minus_sum) {
-        if constexpr (stays_short) sum = add_pairs((ShortReg)sum);
-        return sum + correction(minus_sum);
-    }
+    static IntReg finish(IntReg sum, const int32_t *minus_sum) { return sum + correction(minus_sum); }
 #else
     static IntReg start(const int32_t *minus_sum) { return correction(minus_sum); }
     static Int8Reg load(TileSource source, unsigned number, unsigned at) { return load_weights<Format>(source, number, at); }
-    static IntReg step(IntReg sum, Int8Reg weights, const void *activations) {
+    static IntReg step(IntReg sum, ShortReg &, unsigned, Int8Reg weights, const void *activations) {
         int8x16_t codes = vreinterpretq_s8_s32((int32x4_t)broadcast(activations));
 #if defined(__ARM_FEATURE_DOTPROD)
         return (IntReg)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, codes);
@@ -154,13 +152,15 @@ INLINE void add_part(FloatReg (&sums)[ROWS][REGS], const char *tile, const Activ
     constexpr unsigned part_elems = GROUP / Format::num_parts;
     const unsigned in_group = number % GROUP, half = Format::num_parts == 2 ? in_group / part_elems : 2;
     IntReg dots[ROWS][REGS];
+    ShortReg pairs[ROWS][REGS];
     UNROLL_FOR (int row = 0; row < ROWS; row++)
         UNROLL_FOR (int reg = 0; reg < REGS; reg++) dots[row][reg] = Dot::start(groups[row]->minus_sums + half);
     UNROLL_FOR (unsigned at = 0; at < part_elems; at += 4)
         UNROLL_FOR (int reg = 0; reg < REGS; reg++) {
             Int8Reg weights = Dot::load(TileSource{tile, reg}, number + at / LANES * LANES, at % LANES);
             UNROLL_FOR (int row = 0; row < ROWS; row++)
-                dots[row][reg] = Dot::step(dots[row][reg], weights, groups[row]->codes + in_group + at);
+                dots[row][reg] =
+                    Dot::step(dots[row][reg], pairs[row][reg], at / 4, weights, groups[row]->codes + in_group + at);
         }
     UNROLL_FOR (int reg = 0; reg < REGS; reg++) {
         const TileSource source = {tile, reg};
