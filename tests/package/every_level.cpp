@@ -48,17 +48,20 @@ static uint8_t *packed_rows(int64_t kind, size_t *row_bytes) {
     return rows;
 }
 
-// Multiply with activations in 8 bits: `kind` says so.
-static void run_int8(const char *name, tw_linear_args args, int64_t kind) {
+// Multiply with weights of `kind`, after the rows are prepared if they must be.
+static void multiply(const char *name, tw_linear_args args, int64_t kind) {
     tw_rows_args rows = {0, args.x, args.x_stride, args.num_tokens, INPUTS, 0, kind};
     const int64_t prepared_bytes = tw_prepared_bytes(&rows);
-    void *codes = calloc(1, (size_t)prepared_bytes + 64);
-    rows.out = ((address)codes + 63) / 64 * 64;
-    tw_prepare_rows(&rows, 0, (args.num_tokens + 15) / 16);
-    args.x = rows.out, args.x_stride = prepared_bytes / args.num_tokens, args.weight_kind = kind;
+    void *prepared = calloc(1, (size_t)prepared_bytes + 64);
+    rows.out = ((address)prepared + 63) / 64 * 64;
+    if (prepared_bytes) {
+        tw_prepare_rows(&rows, 0, (args.num_tokens + 15) / 16);
+        args.x = rows.out, args.x_stride = prepared_bytes / args.num_tokens;
+    }
+    args.weight_kind = kind;
     tw_linear(&args, 0, OUTPUTS);
     report(name, kind * 100 + args.num_tokens, (void *)args.out, (size_t)(4 * args.num_tokens * OUTPUTS));
-    free(codes);
+    free(prepared);
 }
 
 static void run_linear() {
@@ -66,8 +69,8 @@ static void run_linear() {
         size_t row_bytes;
         uint8_t *weights = packed_rows(kind, &row_bytes);
         for (int64_t tokens : FEW_AND_MANY) {
-            const size_t bytes = (size_t)(4 * tokens * OUTPUTS);
-            float *x = (float *)filled((size_t)(4 * tokens * INPUTS), true), *out = (float *)filled(bytes, true);
+            float *x = (float *)filled((size_t)(4 * tokens * INPUTS), true),
+                  *out = (float *)filled((size_t)(4 * tokens * OUTPUTS), true);
             tw_linear_args args = {(address)out,
                                    (address)x,
                                    (address)weights,
@@ -81,15 +84,14 @@ static void run_linear() {
                                    0,
                                    0,
                                    0};
-            tw_linear(&args, 0, OUTPUTS);
-            report("linear", kind * 100 + tokens, out, bytes);
-            run_int8("linear_int8", args, kind | INT8);
+            multiply("linear", args, kind);
+            multiply("linear_int8", args, kind | INT8);
             uint8_t *interleaved = (uint8_t *)aligned_alloc(64, (OUTPUTS * row_bytes + 63) / 64 * 64);
             memcpy(interleaved, weights, OUTPUTS * row_bytes);
             tw_interleave_args whole = {(address)interleaved, kind, INPUTS / 32};
             tw_interleave(&whole, 0, OUTPUTS / 16);
             args.weight = (address)interleaved;
-            run_int8("interleaved", args, kind | INT8 | INTERLEAVED);
+            multiply("interleaved", args, kind | INT8 | INTERLEAVED);
             free(x), free(out), free(interleaved);
         }
         float *plain = (float *)filled(4 * OUTPUTS * INPUTS, true);
@@ -117,8 +119,7 @@ static void run_linear() {
                                    0,
                                    0,
                                    0};
-            tw_linear(&args, 0, OUTPUTS);
-            report("linear", kind * 100 + tokens, out, (size_t)(4 * tokens * OUTPUTS));
+            multiply("linear", args, kind);
             free(weights), free(x), free(out);
         }
 }
