@@ -81,7 +81,7 @@ sanitize: $(installed_dev)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
 	  TIGHTWIRE_KERNELS=sanitize $(pytest) -n 2 --capture=sys tests/kernels/cpu tests/kernels/test_*.py \
 	  tests/model/test_decode_program_fuzz.py tests/suites/comm/test_shared_sums_fuzz.py \
-	  --ignore tests/package/test_native_build.py --ignore tests/kernels/cpu/test_library.py \
+	  --ignore tests/kernels/cpu/test_library.py \
 	  -m "not gpu and not multi_gpu and not alone" -k "not interpreter" $(ARGS)
 
 # README.md, docs/ and what they link to as a site. Nothing is fetched.
