@@ -166,10 +166,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return rate(_CPU_SIDE) if 2 * _CPU_SIDE**3 / small < _LONGEST_PRODUCT_S else small
 
 
-def dtype_advice(device: torch.device, dtype: torch.dtype) -> Iterator[str]:
-    """A sentence if a CPU multiplies float32 clearly faster than ``dtype``; none otherwise."""
+def dtype_advice(device: torch.device, dtype: torch.dtype, flops: float) -> Iterator[str]:
+    """A sentence if a CPU multiplies float32 clearly faster than ``dtype``, whose rate is ``flops``; none otherwise."""
     if device.type == "cpu" and dtype != torch.float32:
-        times_as_fast = peak_flops(device, torch.float32) / peak_flops(device, dtype)
+        times_as_fast = peak_flops(device, torch.float32) / flops
         if times_as_fast > 1.5:
             yield f"this CPU multiplies float32 {times_as_fast:.0f} times as fast: use model.compute_dtype=float32"
 

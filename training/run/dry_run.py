@@ -141,7 +141,7 @@ def _about_time(model: StepModel, links: Mapping[str, Link]) -> Iterator[str]:
         elif seconds:
             yield f"    {name:<18}{format_seconds(seconds):>10}  {what}"
     if not given:
-        yield from (f"    ADVICE: {text}" for text in dtype_advice(device, dtype))
+        yield from (f"    ADVICE: {text}" for text in dtype_advice(device, dtype, rate))
     known = [seconds for seconds, *_ in times.values() if seconds is not None]
     steps = config.schedule.steps
     yield f"    {'a step':<18}{format_seconds(max(known)):>10}; all {steps} steps {format_seconds(max(known) * steps)}"

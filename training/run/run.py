@@ -130,9 +130,10 @@ class Run:
                 if control.rank == 0:
                     log = RunLog(self._folder, after_step=step, tensorboard=config.log.tensorboard)
             terminal.say(self._describe_start(checkpoint))
-            dtype = getattr(torch, config.model.compute_dtype)
             wasteful = advice(config.parallel.between, trained.engine.plan, trained.state.replica.size)
-            for text in chain(wasteful, dtype_advice(trained.device, dtype)):
+            dtype, given = getattr(torch, config.model.compute_dtype), (config.log.peak_tflops or 0) * 1e12
+            peak = given or peak_flops(trained.device, dtype)
+            for text in chain(wasteful, () if given else dtype_advice(trained.device, dtype, peak)):
                 terminal.say(f"WARNING: {text}")
             if config.data.kind == "prompts":
                 with control.failing_together(ValueError):
@@ -167,7 +168,7 @@ class Run:
                 rollouts=rollouts,
                 stop_signal=stop_signal,
                 flops_per_token=flops,
-                peak_flops=(config.log.peak_tflops or 0) * 1e12 or peak_flops(trained.device, dtype),
+                peak_flops=peak,
                 step=step,
                 position=position,
                 last_checkpoint=checkpoint,

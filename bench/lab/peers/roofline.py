@@ -115,7 +115,7 @@ def measure_rates(device: str, size: int | None = None) -> dict[str, float]:
     source = torch.zeros((64 if is_cuda else 128) * size**2, dtype=torch.uint8, device=device)
     copy_s = _least_s(partial(torch.empty_like(source).copy_, source), device)
     # Where a CPU has no instructions for bfloat16, torch's product takes 100 times as long.
-    for dtype in [torch.bfloat16] * (is_cuda or has_pairs()) + [torch.float32] * (not is_cuda):
+    for dtype in [torch.bfloat16] if is_cuda else [torch.float32, torch.bfloat16][: 1 + has_pairs()]:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         product_s.append(_least_s(partial(torch.matmul, a, b), device))
     return {"copy_bytes_per_s": 2 * source.numel() / copy_s, "product_flops": 2 * size**3 / min(product_s)}

@@ -13,6 +13,7 @@ from tightwire.training.config.read import read_config
 from tightwire.training.engine.options import engine_options
 from tightwire.training.estimate import step
 from tightwire.training.estimate.step import model_step
+from tightwire.training.run import dry_run as dry_run_module
 from tightwire.training.run.dry_run import dry_run
 from tightwire.training.start.model import config_of
 
@@ -35,7 +36,8 @@ def test_a_dry_run_advises_against_a_dtype_that_the_machine_multiplies_slowly(
     def flops(device: torch.device, dtype: torch.dtype) -> float:
         return 7e10 if dtype == torch.float32 else 1e9
 
-    monkeypatch.setattr(step, "peak_flops", flops)
+    for module in (step, dry_run_module):
+        monkeypatch.setattr(module, "peak_flops", flops)
     given = ["model.compute_dtype=bfloat16", "log.peak_tflops=1"]  # of another machine
     assert "ADVICE" not in dry_run(make_config(tmp_path, *given), {})
     assert "use model.compute_dtype=float32" in dry_run(make_config(tmp_path, given[0], "log.peak_tflops=null"), {})
