@@ -48,6 +48,11 @@ static uint8_t *packed_rows(int64_t kind, size_t *row_bytes) {
     return rows;
 }
 
+static tw_linear_args product_of(const float *x, const uint8_t *weights, int64_t row_bytes, int64_t kind, int64_t tokens,
+                                 float *out) {
+    return {(address)out, (address)x, (address)weights, 0, 4 * INPUTS, row_bytes, kind, tokens, OUTPUTS, INPUTS, 0, 0, 0};
+}
+
 // Multiply with weights of `kind`, after the rows are prepared if they must be.
 static void multiply(const char *name, tw_linear_args args, int64_t kind) {
     tw_rows_args rows = {0, args.x, args.x_stride, args.num_tokens, INPUTS, 0, kind};
@@ -71,19 +76,7 @@ static void run_linear() {
         for (int64_t tokens : FEW_AND_MANY) {
             float *x = (float *)filled((size_t)(4 * tokens * INPUTS), true),
                   *out = (float *)filled((size_t)(4 * tokens * OUTPUTS), true);
-            tw_linear_args args = {(address)out,
-                                   (address)x,
-                                   (address)weights,
-                                   0,
-                                   4 * INPUTS,
-                                   (int64_t)row_bytes,
-                                   kind,
-                                   tokens,
-                                   OUTPUTS,
-                                   INPUTS,
-                                   0,
-                                   0,
-                                   0};
+            tw_linear_args args = product_of(x, weights, (int64_t)row_bytes, kind, tokens, out);
             multiply("linear", args, kind);
             multiply("linear_int8", args, kind | INT8);
             uint8_t *interleaved = (uint8_t *)aligned_alloc(64, (OUTPUTS * row_bytes + 63) / 64 * 64);
@@ -106,19 +99,7 @@ static void run_linear() {
             for (size_t i = 1; kind && i < 4 * OUTPUTS * INPUTS; i += 2) weights[i] &= 0xBB;
             float *x = (float *)filled((size_t)(4 * tokens * INPUTS), true),
                   *out = (float *)filled((size_t)(4 * tokens * OUTPUTS), true);
-            tw_linear_args args = {(address)out,
-                                   (address)x,
-                                   (address)weights,
-                                   0,
-                                   4 * INPUTS,
-                                   (kind ? 2 : 4) * INPUTS,
-                                   kind,
-                                   tokens,
-                                   OUTPUTS,
-                                   INPUTS,
-                                   0,
-                                   0,
-                                   0};
+            const tw_linear_args args = product_of(x, weights, (kind ? 2 : 4) * INPUTS, kind, tokens, out);
             multiply("linear", args, kind);
             free(weights), free(x), free(out);
         }
