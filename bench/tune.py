@@ -23,7 +23,6 @@ from tightwire.bench.ranks import open_ranks
 from tightwire.bench.report.console import make_console, paused, progress_bar
 from tightwire.bench.report.quiet import OthersWatch
 from tightwire.bench.report.table import print_table
-from tightwire.cache_folder import cache_folder
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.group.host import num_cores
 from tightwire.comm.group.local_ranks import LocalRankError
@@ -44,6 +43,7 @@ from tightwire.model.open import open_checkpoint
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import policy_requests
 from tightwire.server.plan.setting import decide_setting
+from tightwire.whole_folder import cache_folder
 
 _BLOCKS = (8, 16, 32, 64)  # of a kernel that sums over peer memory: few for short messages, more for long ones
 _LOOK_S = 1.5  # for a look at the load before the measurement

@@ -16,7 +16,6 @@ from tightwire.bench.quality.report import COLUMNS, make_rows
 from tightwire.bench.quality.setting import Setting, make_setting
 from tightwire.bench.report.console import make_console, progress_bar
 from tightwire.bench.report.table import Table, print_table
-from tightwire.cache_folder import cache_folder
 from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.group.host import num_cores
 from tightwire.comm.policy.accuracy import AccuracyFile, Loss, write_accuracy
@@ -24,6 +23,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.open import fingerprint, open_checkpoint
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan.comm_decision import policy_requests
+from tightwire.whole_folder import cache_folder
 
 _WINDOW = 512  # tokens
 _SHOWN = ("algorithm", "bytes_share", "perplexity_delta", "perplexity_delta_reach", "kl_mean")

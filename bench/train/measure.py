@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tightwire.allocator import return_freed_memory
 from tightwire.bench.train.options import ARMS, TINY, TrainOptions, model_values
 from tightwire.bench.train.ranks import grown_by, open_groups, open_torch, reset_peak, sent_by_node
 from tightwire.comm.group.group import Group
 from tightwire.comm.group.topology import Topology
-from tightwire.kernels.cpu.allocator import return_freed_memory
 from tightwire.training.config.optimizer import OptimizerConfig
 from tightwire.training.config.tree import ModelConfig, TrainConfig
 from tightwire.training.engine.options import EngineOptions, engine_options

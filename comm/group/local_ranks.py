@@ -23,9 +23,9 @@ from typing import Any, Self
 
 import torch
 
+from tightwire.allocator import keep_freed_memory
 from tightwire.comm.group import group as group_module
 from tightwire.comm.group.group import Group
-from tightwire.kernels.cpu.allocator import keep_freed_memory
 
 _END_S = 5.0  # the time for a rank to end by itself
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from tightwire.cache_folder import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.sizes import disk_shortage
+from tightwire.whole_folder import cache_folder
 
 Progress = Callable[[float], None]
 

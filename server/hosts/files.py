@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 from filelock import FileLock, Timeout
 
-from tightwire.cache_folder import cache_folder
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf_header import split_parts
 from tightwire.sizes import format_bytes
 from tightwire.threads import Background
+from tightwire.whole_folder import cache_folder
 
 PIECE_BYTES = 1 << 20
 _LOCK_S = 1800.0  # for another server on this host that fetches the same model

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from tightwire.cache_folder import cache_folder
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.transport.socket_join import interface_address, source_address
 from tightwire.server.config.hosts import HostOptions, split_address
-from tightwire.whole_folder import write_atomic
+from tightwire.whole_folder import cache_folder, write_atomic
 
 _LOOK_UP_S = 2.0  # from one look-up of a name to the next
 

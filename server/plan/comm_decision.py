@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 
-from tightwire.cache_folder import cache_folder
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.all_reduce.make import parse_all_reduce
 from tightwire.comm.codec.codec import Feedback
@@ -24,6 +23,7 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.messages import CommChoice
 from tightwire.server.plan.setting import DecidedSetting, decide_setting
 from tightwire.sizes import format_bytes
+from tightwire.whole_folder import cache_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch.distributed import DistStoreError, HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from tightwire.allocator import keep_freed_memory
 from tightwire.comm.errors import name_ranks, renumbered
 from tightwire.comm.group import nodes
 from tightwire.comm.group.group import Group, open_process_group
@@ -24,7 +25,6 @@ from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import LinkFacts, refuse_too_fast
 from tightwire.comm.transport.deadline import within
 from tightwire.comm.transport.socket_join import SocketOptions, read_secret
-from tightwire.kernels.cpu.allocator import keep_freed_memory
 from tightwire.model.adapters.peft import open_adapter
 from tightwire.model.adapters.product import AdapterRoom
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner

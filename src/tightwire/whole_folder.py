@@ -23,6 +23,12 @@ _AT_FDCWD = -100
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/tightwire``, or ``~/.cache/tightwire``: where every floor keeps what it fetched or measured."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tightwire"
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     """Write ``content`` next to ``path``, then rename it to ``path``. If that fails, no temporary file remains."""
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tightwire import whole_folder as module
-from tightwire.whole_folder import is_partial, only_user, whole_folder, write_atomic
+from tightwire.whole_folder import cache_folder, is_partial, only_user, whole_folder, write_atomic
 
 
 def refuse(folder: Path) -> None:
@@ -210,3 +210,9 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_beside_it(tmp_path
         write_atomic(path, b"a file cannot replace a folder")
 
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == tmp_path / ".cache" / "tightwire"

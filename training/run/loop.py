@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tightwire.kernels.cpu.allocator import trim_freed_memory
+from tightwire.allocator import trim_freed_memory
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.threads import ReadAhead
 from tightwire.training.checkpoint.files import Checkpointer

@@ -26,12 +26,12 @@ from tightwire.bench.report.page import Item, Text
 from tightwire.bench.report.quiet import QUIET_SHARE, OthersWatch, describe_others, wait_for_quiet
 from tightwire.bench.run import Bench, BenchFailedError
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
-from tightwire.cache_folder import cache_folder
 from tightwire.kernels.cpu.library import has_pairs
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.tensors import expected_tensors
 from tightwire.model.open import open_checkpoint
 from tightwire.training.start.export import export_folder
+from tightwire.whole_folder import cache_folder
 
 
 @dataclass(kw_only=True)

@@ -54,7 +54,7 @@ def test_tokens_without_probability() -> None:
 
 _SCORE_MANY = """
 import re, torch
-from tightwire.kernels.cpu.allocator import keep_freed_memory
+from tightwire.allocator import keep_freed_memory
 from tightwire.model.sampling.logprobs import score_tokens
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024

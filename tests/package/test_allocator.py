@@ -4,13 +4,13 @@ import sys
 
 import pytest
 
-from tightwire.kernels.cpu import allocator
+from tightwire import allocator
 
 _PIECE_BYTES, _PIECES, _ROUNDS = 20 << 20, 3, 4
 
 _COUNT_FAULTS = f"""
 import ctypes, resource, sys
-from tightwire.kernels.cpu.allocator import keep_freed_memory
+from tightwire.allocator import keep_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
@@ -50,7 +50,7 @@ def test_freed_memory_comes_back_without_page_faults() -> None:
 _HELD_AFTER_FREEING = f"""
 import ctypes, sys
 from pathlib import Path
-from tightwire.kernels.cpu.allocator import keep_freed_memory, return_freed_memory
+from tightwire.allocator import keep_freed_memory, return_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
