@@ -86,22 +86,20 @@ void unpack_chains(char *panel, const char *rows, int64_t stride, int64_t num_ro
         alignas(64) float scales[SUMS], minima[SUMS];  // of each part, sixteen rows
         for (int64_t row = 0; row < num_rows; row++) {
             prefetch(rows + stride * row + UNPACK_AHEAD);
-            const Scales<Format> own(rows + stride * row, groups);
+            Scales<Format> own;
+            own.read(rows + stride * row, groups);
             UNROLL_FOR (int part = 0; part < groups * parts; part++) {
                 scales[LANES * part + row] = own.scales[part];
                 if constexpr (Format::has_minimum) minima[LANES * part + row] = own.minima[part];
             }
         }
         for (unsigned group = 0; group < groups; group++) {
-            for (int64_t row = 0; row < num_rows; row++) {
-                codes[row] = group_codes<Format>(rows + stride * row, group);
-                if constexpr (Format::table != nullptr) codes[row] = look_up<Format>(codes[row]);
-                codes[row] -= Format::offset;
-            }
+            for (int64_t row = 0; row < num_rows; row++) codes[row] = group_integers<Format>(rows + stride * row, group);
             UNROLL_FOR (int round = 0; round < 4; round++) {
                 UNROLL_FOR (int i = 0; i < LANES; i++) zipped[i] = zip(codes[i / 2], codes[i / 2 + LANES / 2], i % 2);
                 UNROLL_FOR (int i = 0; i < LANES; i++) codes[i] = zipped[i];
             }
+            keep_in_memory(codes);
             char *target = panel + 4 * (at + GROUP * group);
             for (int k = 0; k < LANES; k++, target += chain_stride(depth))
                 UNROLL_FOR (int lane = 0; lane < GROUP; lane += REG_LANES) {

@@ -124,27 +124,34 @@ void multiply_in_parts(const Block &block) {
 // c (COLS) = one row of x @ packed rows (COLS, groups)^T, unpacked on the way.
 template <int COLS, class Format, bool PAIR>
 __attribute__((noinline)) void multiply_packed(char *c, const char *x, const char *b, int64_t b_stride, int64_t num_groups) {
+    constexpr int TOGETHER = WIDE ? 1 : COLS;  // columns whose groups take turns
     FloatReg sums[COLS][REGS] = {};
     const char *ahead = b + b_stride * (TILES_AHEAD * COLS);
     for (int64_t count; num_groups > 0; num_groups -= count) {
         count = least(Scales<Format>::run_groups, num_groups);
         const int64_t num_bytes = count / Format::num_groups * Format::num_bytes;
         for (int64_t line = 0; line < COLS * num_bytes; line += LINE_BYTES) prefetch(ahead + line);
-        UNROLL_FOR (int column = 0; column < COLS; column++) {
-            const char *run = b + b_stride * column;
-            const Scales<Format> scales(run, count);
+        UNROLL_FOR (int turn = 0; turn < COLS / TOGETHER; turn++) {
+            const int column = TOGETHER * turn;
+            Scales<Format> scales[TOGETHER];
+            UNROLL_FOR (int i = 0; i < TOGETHER; i++) scales[i].read(b + b_stride * (column + i), count);
             with_groups<Format>(count, [&](int64_t first, unsigned group) {
                 const char *inputs = x + (PAIR ? 2 : 4) * GROUP * (first + group);
                 if constexpr (PAIR) {
 #if defined(__AVX512BF16__)
-                    const FloatReg weights = (FloatReg)group_pairs(run, scales, first, group);
+                    const FloatReg weights = (FloatReg)group_pairs(b + b_stride * column, scales[0], first, group);
                     sums[column][0] = PairDot::step(load_reg(inputs), weights, sums[column][0]);
 #endif
                 } else {
-                    with_group(run, scales, first, group, [&](int at, FloatReg weights) {
-                        FloatReg &sum = sums[column][at / REG_LANES % REGS];
-                        sum = fma_reg(load_reg(inputs + 4 * at), weights, sum);
-                    });
+                    Codes codes[TOGETHER];
+                    UNROLL_FOR (int i = 0; i < TOGETHER; i++)
+                        read_group<Format>(codes[i], b + b_stride * (column + i), first, group);
+                    UNROLL_FOR (int i = 0; i < TOGETHER; i++)
+                        with_group(codes[i], b + b_stride * (column + i), scales[i], first, group,
+                                   [&](int at, FloatReg weights) {
+                                       FloatReg &sum = sums[column + i][at / REG_LANES % REGS];
+                                       sum = fma_reg(load_reg(inputs + 4 * at), weights, sum);
+                                   });
                 }
             });
         }

@@ -32,6 +32,14 @@ struct HeadSource {
 };
 #endif
 
+// Makes the compiler read `value` from memory afterwards. A CPU with AVX2 loads one number for all lanes, or widens bytes that it
+// loads, in half a cycle; from a register it takes one to two.
+INLINE void keep_in_memory([[maybe_unused]] auto &value) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    asm("" : "+m"(value));
+#endif
+}
+
 // Scales and minima of a run of groups: of a block, or of up to sixteen blocks of one group with both, whose conversion one by one
 // takes as long as all the rest (CPUs without AVX-512 take them one by one).
 template <class Format>
@@ -40,13 +48,14 @@ struct Scales {
     static constexpr int run_groups = gathers ? LANES : Format::num_groups;
     alignas(64) float scales[LANES], minima[LANES];
 
-    Scales(const char *block, [[maybe_unused]] int64_t num_groups) {
+    void read(const char *block, [[maybe_unused]] int64_t num_groups) {
         if constexpr (Format::num_groups > 1) {
             const BlockSource source = {block};
             I32 scale, minimum;
             Format::integers(block, scale, minimum);
             store(scales, to_float(scale) * splat(source.half(Format::floats_at)));
             if constexpr (Format::has_minimum) store(minima, to_float(minimum) * splat(-source.half(Format::floats_at + 2)));
+            keep_in_memory(scales), keep_in_memory(minima);
         } else if constexpr (gathers) {
 #if defined(__AVX512F__)
             const __m512i places = (__m512i)(lane_numbers().reg[0] * Format::num_bytes);
@@ -130,56 +139,78 @@ INLINE Codes group_codes(const char *block, unsigned group) {
     }
     return codes;
 }
+// What the codes stand for.
+template <class Format>
+INLINE Codes group_integers(const char *block, unsigned group) {
+    Codes codes = group_codes<Format>(block, group);
+    if constexpr (Format::table != nullptr) codes = look_up<Format>(codes);
+    return codes - Format::offset;
+}
 
-// REG_LANES bytes as lanes, with a sign or below 128.
+// REG_LANES bytes as lanes.
+template <class Byte = int8_t>
 INLINE IntReg load_bytes(const char *bytes) {
+    constexpr bool has_sign = (Byte)-1 < 0;
 #if defined(__AVX512F__)
-    return (IntReg)_mm512_maskz_cvtepi8_epi32(0xFFFF, _mm_loadu_si128((const __m128i *)bytes));
+    const __m128i stored = _mm_loadu_si128((const __m128i *)bytes);
+    return (IntReg)(has_sign ? _mm512_maskz_cvtepi8_epi32(0xFFFF, stored) : _mm512_maskz_cvtepu8_epi32(0xFFFF, stored));
 #elif defined(__AVX2__)
-    return (IntReg)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+    const __m128i stored = _mm_loadl_epi64((const __m128i *)bytes);
+    return (IntReg)(has_sign ? _mm256_cvtepi8_epi32(stored) : _mm256_cvtepu8_epi32(stored));
 #else
     IntReg lanes;
-    for (int lane = 0; lane < REG_LANES; lane++) lanes[lane] = (int8_t)bytes[lane];
+    for (int lane = 0; lane < REG_LANES; lane++) lanes[lane] = (Byte)bytes[lane];
     return lanes;
 #endif
 }
 // The codes of a register, `at` codes from the start.
-INLINE IntReg code_lanes(Codes codes, int at) {
-#if defined(__x86_64__)
-    const __m256i all = (__m256i)codes;
-    const __m128i half = at < LANES ? _mm256_castsi256_si128(all) : _mm256_extracti128_si256(all, 1);
+INLINE IntReg code_lanes(const Codes &codes, int at) {
 #if defined(__AVX512F__)
-    return (IntReg)_mm512_maskz_cvtepi8_epi32(0xFFFF, half);
-#else
-    return (IntReg)_mm256_cvtepi8_epi32(at % LANES ? _mm_srli_si128(half, 8) : half);
-#endif
+    const __m256i all = (__m256i)codes;
+    return (IntReg)_mm512_maskz_cvtepi8_epi32(0xFFFF, at ? _mm256_extracti128_si256(all, 1) : _mm256_castsi256_si128(all));
 #else
     return load_bytes((const char *)&codes + at);
 #endif
 }
 
-// Calls `work(at, numbers)` for each register of a group of a run, `at` numbers from the group's start.
+// Whether two codes of a byte are widened together, which is cheaper on narrow registers: those of a group, or of two.
 template <class Format>
-INLINE void with_group(const char *run, const Scales<Format> &scales, int64_t first, unsigned group, auto work) {
+constexpr bool widens_pairs = !WIDE && Format::Low::bits == 4 && !Format::High::bits && !Format::fifths_at && !Format::table;
+
+// The codes of a group of a run where they are not widened as they lie.
+template <class Format>
+INLINE void read_group(Codes &codes, const char *run, int64_t first, unsigned group) {
+    if constexpr (Format::Low::bits < 8 && !widens_pairs<Format>) {
+        codes =
+            group_integers<Format>(run + (first + group / Format::num_groups) * Format::num_bytes, group % Format::num_groups);
+        keep_in_memory(codes);
+    }
+}
+// Calls `work(at, numbers)` for each register of a group of a run, `at` numbers from the group's start; `codes` are of read_group.
+template <class Format>
+INLINE void with_group([[maybe_unused]] const Codes &codes, const char *run, const Scales<Format> &scales, int64_t first,
+                       unsigned group, auto work) {
     using Low = typename Format::Low;
-    auto scaled = [&](int at, IntReg integers) {
+    const auto scaled = [&](int at, IntReg integers) {
         work(at, scales.numbers(integers, first + (GROUP * group + at) / (GROUP / Format::num_parts)));
     };
-    const unsigned in_block = group % Format::num_groups;
-    const char *block = run + (first + group / Format::num_groups) * Format::num_bytes;
-    const char *stored = block + Low::place(GROUP * in_block);
+    const char *stored =
+        run + (first + group / Format::num_groups) * Format::num_bytes + Low::place(GROUP * (group % Format::num_groups));
     if constexpr (Low::bits == 8) {
         UNROLL_FOR (int at = 0; at < GROUP; at += REG_LANES) scaled(at, load_bytes(stored + at));
-    } else if constexpr (!WIDE && Low::in_run == GROUP && !Format::fifths_at && Format::table == nullptr) {
-        // On narrow registers it is cheaper to widen both halves together.
-        UNROLL_FOR (int at = 0; at < LANES; at += REG_LANES) {
-            const IntReg both = load_bytes(stored + at);
-            scaled(at, (both & 15) - Format::offset), scaled(LANES + at, (both >> 4 & 15) - Format::offset);
+    } else if constexpr (widens_pairs<Format>) {
+        constexpr int num_bytes = Low::in_run / 2;
+        if (num_bytes == GROUP && group % 2) return;  // done with the group before
+        UNROLL_FOR (int lane = 0; lane < LANES; lane += REG_LANES) {
+            IntReg both[num_bytes / LANES];
+            UNROLL_FOR (int i = 0; i < num_bytes / LANES; i++) {
+                both[i] = load_bytes<uint8_t>(stored + LANES * i + lane);
+                scaled(LANES * i + lane, (both[i] & 15) - Format::offset);
+            }
+            UNROLL_FOR (int i = 0; i < num_bytes / LANES; i++)
+                scaled(num_bytes + LANES * i + lane, (both[i] >> 4) - Format::offset);
         }
     } else {
-        Codes codes = group_codes<Format>(block, in_block);
-        if constexpr (Format::table != nullptr) codes = look_up<Format>(codes);
-        codes -= Format::offset;
         UNROLL_FOR (int at = 0; at < GROUP; at += REG_LANES) scaled(at, code_lanes(codes, at));
     }
 }
@@ -221,7 +252,9 @@ INLINE __m512i group_pairs(const char *run, const Scales<Format> &scales, int64_
         const __m256i second = _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_set1_epi8(1 << bits), 1);
         return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes | second), table);
     }
-    with_group(run, scales, first, group, [&](int at, FloatReg those) { numbers[at / LANES] = those; });
+    Codes codes;
+    read_group<Format>(codes, run, first, group);
+    with_group(codes, run, scales, first, group, [&](int at, FloatReg those) { numbers[at / LANES] = those; });
     return (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
 }
 #endif
@@ -235,7 +268,8 @@ INLINE void unpack_groups(char *target, const char *source, int64_t num_groups, 
         count = least(Scales<Format>::run_groups, num_groups);
         const int64_t num_bytes = count / Format::num_groups * Format::num_bytes;
         for (int64_t line = 0; line < num_bytes; line += 64) prefetch(ahead + line);
-        const Scales<Format> scales(source, count);
+        Scales<Format> scales;
+        scales.read(source, count);
         with_groups<Format>(count, [&](int64_t first, unsigned group) {
             char *numbers = target + (PAIR ? 2 : 4) * GROUP * (first + group);
             if constexpr (PAIR) {
@@ -243,7 +277,9 @@ INLINE void unpack_groups(char *target, const char *source, int64_t num_groups, 
                 _mm512_storeu_si512(numbers, group_pairs(source, scales, first, group));
 #endif
             } else {
-                with_group(source, scales, first, group,
+                Codes codes;
+                read_group<Format>(codes, source, first, group);
+                with_group(codes, source, scales, first, group,
                            [&](int at, FloatReg those) { memcpy(numbers + 4 * at, &those, sizeof those); });
             }
         });
