@@ -89,16 +89,21 @@ class Recording:
                 "remove the folder, or give another distill.answers"
             )
 
-    def check_recorded(self) -> None:
-        """Raises ValueError: a file is damaged, or its rows are not those of its answers."""
+    def check_recorded(self, vocab_size: int) -> None:
+        """Raises ValueError: a file is damaged, its rows are not those of its answers, or a token is not below ``vocab_size``."""
         place = 0
         for path in self.files():
-            end = place + len(_read(path).ids_PK)
+            ids_PK = _read(path).ids_PK
+            end = place + len(ids_PK)
             with _naming(path), path.open(encoding="utf-8") as lines:
+                tokens = {int(ids_PK.min()), int(ids_PK.max())} if ids_PK.size else set[int]()
                 for value in map(json.loads, lines):
                     if value["place"] != place:
                         raise ValueError(f"an answer begins at row {value['place']}, not {place}")
                     place += value["num_answered"]
+                    tokens |= set(value["tokens"])
+                if unknown := [token for token in tokens if not 0 <= token < vocab_size]:
+                    raise ValueError(f"token {unknown[0]} is none of {vocab_size}")
                 if place != end:
                     raise ValueError(f"the answers end at row {place}, not {end}")
 

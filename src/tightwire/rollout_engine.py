@@ -328,7 +328,7 @@ def record(
     documents = Documents(files=tuple(recording.files()), kind="distill")
     recorded = RunData(config=config, documents=documents, held_out_documents=None)
     with control.failing_together(ValueError):
-        recording.check_recorded()
+        recording.check_recorded(start.config.vocab_size)
         recorded.check_documents()
     return recorded
 
