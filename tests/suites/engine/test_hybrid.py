@@ -198,8 +198,9 @@ def test_four_ranks_in_two_stages_generate_with_the_keys_and_values_of_two(
                 for got, wanted in zip(own.layer(layer), caches[0][place.rank].layer(layer), strict=True):
                     theirs = wanted[: len(prompt) // 16, head - place.kv_heads.start]
                     assert torch.equal(got[: len(prompt) // 16, head - shard.kv_heads.start], theirs), (layer, head)
-    alone, _ = _answers(checkpoint, 1, hybrid=False, dtype=torch.float32)
-    told, _ = _answers(checkpoint, 4, ranks_each=2, dtype=torch.float32)
+    few: dict[str, Any] = {"names": ("greedy", "long", "n0", "penalized"), "dtype": torch.float32}
+    alone, _ = _answers(checkpoint, 1, hybrid=False, **few)
+    told, _ = _answers(checkpoint, 4, ranks_each=2, **few)
     assert {name: tokens for name, (tokens, *_) in told.items()} == {n: tokens for n, (tokens, *_) in alone.items()}
 
 
