@@ -1,24 +1,18 @@
-"""/openapi.json is correct: requests generated from it never cause a 5xx, and every answer matches it."""
+"""/openapi.json is correct: requests generated from it never cause a 5xx, and every answer matches it.
 
-from collections.abc import Callable
-from typing import Any
+Schemathesis takes a second to import. Every worker imports this file, so the two tests that need it import it themselves.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import schemathesis
 from helpers.server.fake_engine import FakeEngine, app_for
 from hypothesis import HealthCheck, settings
-from schemathesis import Case
-from schemathesis.checks import load_all_checks, not_a_server_error
-from schemathesis.core.result import Ok
-from schemathesis.pytest.lazy import get_all_tests
-from schemathesis.schemas import BaseSchema
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
-_CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+if TYPE_CHECKING:
+    from schemathesis import Case, HookContext
+    from schemathesis.schemas import BaseSchema
+
 _ADAPTED = "^/v1/(responses|messages)"  # large bodies; tests/suites/http/test_odd_bodies.py tries more of them
 _settings = settings(
     deadline=None,
@@ -31,11 +25,13 @@ def app() -> Any:
     return app_for(FakeEngine())
 
 
-def _schema(app: Any) -> BaseSchema:
+def _schema(app: Any) -> "BaseSchema":
+    import schemathesis
+
     schema = schemathesis.openapi.from_asgi("/openapi.json", app)
 
     @schema.hook
-    def map_body(context: schemathesis.HookContext, body: Any) -> Any:
+    def map_body(context: "HookContext", body: Any) -> Any:
         """Drop generated model names: they never match, and nothing after that check would be tested."""
         if isinstance(body, dict) and isinstance(body.get("model"), str):
             body["model"] = "tiny"
@@ -44,29 +40,30 @@ def _schema(app: Any) -> BaseSchema:
     return schema
 
 
-@settings(_settings, max_examples=15)
-def _check(case: Case) -> None:
-    case.call_and_validate(checks=_CHECKS)
-
-
-@settings(_settings, max_examples=20)
-def _check_adapted(case: Case) -> None:
-    case.call_and_validate(checks=_CHECKS)
-
-
 def test_generated_requests(app: Any, subtests: pytest.Subtests) -> None:
     """Not ``schema.parametrize()``, which makes its cases, in seconds, whenever tests are collected."""
-    _run_each(_schema(app).exclude(path_regex=_ADAPTED), _check, subtests)
+    _run_each(_schema(app).exclude(path_regex=_ADAPTED), 15, subtests)
 
 
 def test_generated_requests_of_adapted_apis(app: Any, subtests: pytest.Subtests) -> None:
     """Drawn ones only: making two thousand cases, some for each keyword of these large bodies, takes seconds."""
     schema = _schema(app)
     schema.config.phases.coverage.enabled = False
-    _run_each(schema.include(path_regex=_ADAPTED), _check_adapted, subtests)
+    _run_each(schema.include(path_regex=_ADAPTED), 20, subtests)
 
 
-def _run_each(schema: BaseSchema, check: Callable[[Case], None], subtests: pytest.Subtests) -> None:
+def _run_each(schema: "BaseSchema", max_examples: int, subtests: pytest.Subtests) -> None:
+    from schemathesis.checks import load_all_checks, not_a_server_error
+    from schemathesis.core.result import Ok
+    from schemathesis.pytest.lazy import get_all_tests
+    from schemathesis.specs.openapi import checks
+
+    matches = [checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance]
+
+    @settings(_settings, max_examples=max_examples)
+    def check(case: "Case") -> None:
+        case.call_and_validate(checks=[not_a_server_error, *matches])
+
     load_all_checks()
     tests = list(get_all_tests(schema=schema, test_func=check, settings=None, given_kwargs=None))
     assert tests
