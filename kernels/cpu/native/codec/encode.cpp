@@ -56,22 +56,23 @@ INLINE void load_group(F32 (&x)[COUNT], const char *source, int64_t count) {
 }
 
 // `count` numbers, from `source` on, to `block`. `carried`: null, or what their codes of the sum before lost.
-template <class Shape, class Number, bool IS_SYMMETRIC>
+template <int SIZE, class Number, bool IS_SYMMETRIC>
 __attribute__((noinline)) void fill_block(Block &block, const char *source, int64_t count, bool rotates, const char *carried) {
-    block.num_groups = (count + Shape::size - 1) / Shape::size;
+    constexpr int num_vectors = SIZE / LANES;
+    block.num_groups = (count + SIZE - 1) / SIZE;
     for (int64_t group = 0; group < block.num_groups; group++) {
-        const int64_t first = group * Shape::size;
-        F32 x[Shape::num_vectors];
+        const int64_t first = group * SIZE;
+        F32 x[num_vectors];
         load_group<Number>(x, source + Number::size * first, count - first);
         if (rotates) rotate(x);
         if (carried)
-            UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++)
+            UNROLL_FOR (int i = 0; i < num_vectors; i++)
                 x[i] = x[i] + BFloat16::load(carried + BFloat16::size * (first + LANES * i));
         if (IS_SYMMETRIC)
             block.largest[group] = find_largest(x);
         else
             find_extremes(x, block.low[group], block.high[group]);
-        UNROLL_FOR (int i = 0; i < Shape::num_vectors; i++) store(block.numbers + first + LANES * i, x[i]);
+        UNROLL_FOR (int i = 0; i < num_vectors; i++) store(block.numbers + first + LANES * i, x[i]);
     }
 }
 
@@ -84,29 +85,29 @@ INLINE F32 bf16_below(F32 value) {
     return floats_of((bits + (is_negative & splat_int(0xFFFF))) & splat_int(UPPER_HALF));
 }
 
-// Chooses the scales and zeros of all groups, and writes those of the message from `group` on.
-template <class Shape, bool IS_SYMMETRIC>
-__attribute__((noinline)) void scale_block(Block &block, const Message &message, int64_t group) {
+// Chooses the scales and zeros of all groups, and writes those of the message from `group` on. `top`: the largest code, or of a
+// symmetric format the number of levels on one side, a power of two.
+template <bool IS_SYMMETRIC>
+__attribute__((noinline)) void scale_block(Block &block, const Message &message, int64_t group, float top) {
     block.broken = 0;
     for (int64_t at = 0; at < block.num_groups; at += LANES) {
         F32 scale, zero = splat(0.0f);
         I32 is_sound;
         if (IS_SYMMETRIC) {
-            constexpr float levels = (float)Shape::num_levels;  // a power of two
             const I32 largest = bits_of(load(block.largest + at)), size = shift_right(largest, 1);
             is_sound = size < splat_int((LARGEST_BF16 << 16) + 1);
-            scale = bf16_above(maximum(floats_of(size) * splat(1.0f / levels), splat(MIN_SCALE)));
+            scale = bf16_above(maximum(floats_of(size) * splat(1.0f / top), splat(MIN_SCALE)));
             // The number of the largest size gets the lowest level, which has no counterpart.
             scale = floats_of(bits_of(scale) | shift_left(largest + splat_int(1), 31));
         } else {
             const F32 low = load(block.low + at), high = load(block.high + at);
-            F32 span = maximum(high, -low), top = splat(FLOAT8_MAX);
+            F32 span = maximum(high, -low);
             if (message.has_zeros) {
                 zero = bf16_below(low + splat(0.0f));
-                span = high - zero, top = splat((float)Shape::max_code);
+                span = high - zero;
             }
-            scale = bf16_above(maximum(span / top, splat(MIN_SCALE)));
-            is_sound = (low == low) & (top * scale + zero < splat(INFINITE));
+            scale = bf16_above(maximum(span / splat(top), splat(MIN_SCALE)));
+            is_sound = (low == low) & (splat(top) * scale + zero < splat(INFINITE));
         }
         store(block.inverse + at, splat(1.0f) / scale);
         scale = select(is_sound, scale, splat(__builtin_nanf(""))), zero = select(is_sound, zero, splat(0.0f));
@@ -164,12 +165,12 @@ __attribute__((noinline)) void encode_block(const Message &message, int64_t grou
                                             bool rotates, char *carried) {
     Block block;
     if (message.format.symmetric && !Shape::is_float8) {
-        fill_block<Shape, Number, true>(block, source, count, rotates, carried);
-        scale_block<Shape, true>(block, message, group);
+        fill_block<Shape::size, Number, true>(block, source, count, rotates, carried);
+        scale_block<true>(block, message, group, Shape::num_levels);
         return store_block<Shape, true>(block, message, group, carried);
     }
-    fill_block<Shape, Number, false>(block, source, count, rotates, carried);
-    scale_block<Shape, false>(block, message, group);
+    fill_block<Shape::size, Number, false>(block, source, count, rotates, carried);
+    scale_block<false>(block, message, group, Shape::is_float8 ? FLOAT8_MAX : Shape::max_code);
     store_block<Shape, false>(block, message, group, carried);
 }
 }  // namespace
