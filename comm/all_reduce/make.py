@@ -1,6 +1,7 @@
 """The AllReduces behind the names: entries of all algorithms, and the functions that parse a name or make its AllReduce."""
 
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 
 from tightwire.comm.all_reduce.entry import Entry
@@ -31,6 +32,7 @@ def lossy_names(suffix: str) -> list[str]:
     return [name for names in found for name in names]
 
 
+@cache  # planning asks for each a hundred thousand times
 def parse_all_reduce(name: str) -> Entry:
     """The entry of ``name`` with its codecs, without a group. Raises ValueError for other names; lists the valid forms."""
     family, codecs = split_name(name)
