@@ -189,16 +189,16 @@ def test_a_hung_step_is_noticed_though_the_rank_lives(start: Start) -> None:
     assert re.search(rf"{blamed} {told} \(rank 0: {step}: {told}, \d", server.log), server.log
 
 
-@pytest.mark.parametrize("when", ["loading", "serving"])
-def test_a_killed_parent_leaves_no_process(start: Start, when: str) -> None:
-    server = start()
-    if when == "serving":
-        Streaming(server.wait_ready(), ENDLESS)
+def _a_killed_parent_leaves_no_process(server: ServerProcess) -> None:
     ranks = server.wait_ranks()
     os.kill(ranks[0], signal.SIGSTOP)  # a stopped rank must go too
     server.end(signal.SIGKILL)
     wait_until(lambda: not any(map(is_alive, ranks)), 20)
     assert list(server.temp.iterdir()) == []
+
+
+def test_a_parent_that_is_killed_while_it_loads_leaves_no_process(start: Start) -> None:
+    _a_killed_parent_leaves_no_process(start())
 
 
 def test_a_failed_load_on_one_rank_ends_all_with_its_cause(start: Start) -> None:
@@ -228,8 +228,8 @@ def test_what_cannot_run_is_refused_before_it_is_loaded(start: Start) -> None:
     assert not any(map(is_alive, ranks))
 
 
-def test_a_start_says_five_lines_and_a_command_to_paste(start: Start) -> None:
-    server = start("--log-level", "info", "--max-model-len", "256")
+def test_a_start_says_five_lines_and_a_command_to_paste_and_a_killed_parent_leaves_no_process(start: Start) -> None:
+    server = start("--log-level", "info")
     url = server.wait_ready()
     wait_until(lambda: "  try  " in server.log, 10)
     ready = server.log[server.log.index("ready in") :].splitlines()
@@ -240,3 +240,5 @@ def test_a_start_says_five_lines_and_a_command_to_paste(start: Start) -> None:
     answer = subprocess.run(ready[5].split(maxsplit=1)[1], shell=True, capture_output=True, timeout=60, check=True)
     assert b'"choices"' in answer.stdout
     assert all(line.startswith("[") for line in server.log.partition("ready in")[0].splitlines()), server.log
+    Streaming(url, ENDLESS)
+    _a_killed_parent_leaves_no_process(server)
