@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,8 +61,10 @@ class InterpretedRank(InterpretedRanks):
 
 
 def _stop_fork_server() -> None:
-    """A fork server that another test started may have imported Triton; the next one starts with the harness's imports."""
-    forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+    """If it has imported Triton, as one that another test started may have; the next one starts with the harness's imports."""
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    if server._forkserver_pid is not None and "libtriton" in Path(f"/proc/{server._forkserver_pid}/maps").read_text():
+        server._stop()
 
 
 _prepared = False
