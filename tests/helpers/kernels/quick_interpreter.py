@@ -43,28 +43,35 @@ def quicken_interpreter() -> None:
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
-    _keep_shapes(tl)
+    _keep_shapes(tl, interpreter.TritonSemantic)
 
 
-def _keep_shapes(tl: Any) -> None:
-    """A block's type, and a tensor, with the shape that an earlier one has."""
-    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
-    blocks, shapes = dict[Any, dict[str, Any]](), dict[Any, dict[str, Any]]()
+def _keep_shapes(tl: Any, semantic: Any) -> None:
+    """A block's type, and a tensor, with the shape that an earlier one has; blocks of one shape are not broadcast."""
+    make_type, make_tensor, broadcast = tl.block_type.__init__, tl.tensor.__init__, semantic.broadcast_impl_value
+    shapes, blocks, tensors = dict[Any, Any](), dict[Any, dict[str, Any]](), dict[Any, dict[str, Any]]()
 
     def type_once(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (element_ty.name, *[each.value if isinstance(each, tl.constexpr) else each for each in shape])
-        if key in blocks:
+        sizes = tuple([each.value if isinstance(each, tl.constexpr) else each for each in shape])
+        if (key := (element_ty.name, sizes)) in blocks:
             vars(self).update(blocks[key], element_ty=element_ty)
         else:
             make_type(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
             blocks[key] = dict(vars(self))
 
     def tensor_once(self: Any, handle: Any, type: Any) -> None:
-        key = (*type.shape,) if type.is_block() else ()
-        if key in shapes:
-            vars(self).update(shapes[key], handle=handle, type=type, dtype=type.scalar)
+        shape = (*type.shape,) if type.is_block() else ()
+        if shape in tensors:
+            vars(self).update(tensors[shape], handle=handle, type=type, dtype=type.scalar)
         else:
             make_tensor(self, handle, type)
-            shapes[key] = {"shape": self.shape, "numel": self.numel}
+            tensors[shape] = {"shape": self.shape, "numel": self.numel}
+
+    def broadcast_others(self: Any, a: Any, b: Any) -> Any:
+        if a.type.is_block() and b.type.is_block() and a.type.shape is b.type.shape:
+            return a, b
+        return broadcast(self, a, b)
 
     tl.block_type.__init__, tl.tensor.__init__ = type_once, tensor_once
+    semantic.broadcast_impl_value = broadcast_others
