@@ -77,7 +77,7 @@ SMALL = Sizes(
         "--rate-size",
         "64",
     ),
-    kernels=("--sizes", "4KiB", "--codecs", "int8,int4", "--repeats", "1", "--seconds-per-arm", "0.01"),
+    kernels=("--sizes", "4KiB", "--codecs", "int8", "--repeats", "1", "--seconds-per-arm", "0.01"),
     products={"shapes": [[64, 256]], "repeats": 1, "all_bytes": 0},
     serve=("--max-model-len", "256", "--max-num-batched-tokens", "64", "--max-num-seqs", "2"),
     one=("--concurrency", "1", "--num-requests", "1", "--input-len", "16", "--output-len", "4"),
