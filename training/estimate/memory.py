@@ -92,7 +92,7 @@ class Activations(NamedTuple):
 def activation_bytes(
     llama: LlamaConfig, options: EngineOptions, config: TrainConfig, *, accumulates: bool
 ) -> Activations:
-    """Measure one micro-batch, without the kernels' own working memory. Cost: a few milliseconds per block.
+    """Measure one micro-batch, without the kernels' own working memory. Cost: tens of milliseconds per block.
 
     ``accumulates``: a step has several micro-batches.
     """

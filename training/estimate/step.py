@@ -77,14 +77,16 @@ class StepModel:
         return flops_per_token(self.llama, self.config.data.sequence_tokens, passes, scores=scores) * tokens
 
     def memory(self) -> RankMemory:
-        """Cost: runs the model once on the meta device, a few milliseconds per block."""
+        """Cost: runs the model once on the meta device, tens of milliseconds per block."""
         return rank_memory(self.config, self.options, self.llama, self.plan, self.topology)
 
     def fitting(self, num_bytes: int) -> "StepModel":
         """The same step with as few recomputed blocks as ``num_bytes`` of memory ask; with all, if no number is enough."""
-        counts = range(len(self.plan.block_modules))
-        tried = [replace(self, options=replace(self.options, checkpoint_blocks=n)) for n in (*counts, len(counts))]
-        return tried[bisect_left(counts, True, key=lambda count: tried[count].memory().most <= num_bytes)]
+        blocks = len(self.plan.block_modules)
+        tried = [replace(self, options=replace(self.options, checkpoint_blocks=n)) for n in range(blocks + 1)]
+        if tried[0].memory().most <= num_bytes:  # as usual, and then the other runs of the model are spared
+            return tried[0]
+        return tried[bisect_left(tried, True, 1, blocks, key=lambda each: each.memory().most <= num_bytes)]
 
     def on_rank(self, rank: int) -> "StepModel":
         """The same step on another rank."""
@@ -139,10 +141,8 @@ def _compressors(
 def flops_per_token(config: LlamaConfig, sequence_tokens: int, passes: int = 3, *, scores: bool = False) -> int:
     """Operations per token of forward and backward: 6 N + 12 L H E S, with N parameters in matrix products.
 
-    ``scores``: of a reward model, whose head has one row.
-
     2 N for each of ``passes``: frozen matrices have no gradients, and adapters' products do not count. Attention counts without
-    a mask; recomputation does not count. Source: PaLM, appendix B (arXiv 2204.02311).
+    a mask; recomputation does not count. ``scores``: of a reward model, whose head has one row. Source: PaLM, appendix B (arXiv 2204.02311).
     """
     width = config.num_heads * config.head_dim
     attention = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim)
