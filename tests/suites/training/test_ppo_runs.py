@@ -112,7 +112,7 @@ def test_a_run_stopped_among_the_steps_of_a_rollout_resumes_to_the_bit(
 
 
 def test_ranks_that_gather_the_layers_of_their_engines_resume_among_the_steps_of_a_rollout(tmp_path: Path) -> None:
-    how = "parallel.sharding=zero3", "rollout.weights=partition"
+    how = "parallel.sharding=zero3", "rollout.weights=partition", "schedule.steps=6"
     whole, parted = (_config(tmp_path, *how, run=run, num_layers=3) for run in ("whole", "parted"))
     _train(whole, 2)
     _train(parted, 2, stop_signal=StopAfter(parted, 3))
@@ -146,7 +146,7 @@ def test_ranks_learn_the_same_with_every_sharding(
 def test_a_rollout_goes_on_with_another_number_of_ranks(tmp_path: Path, alone: TrainConfig) -> None:
     parted = _config(tmp_path, "parallel.sharding=zero3", run="parted")
     _train(parted, 2, stop_signal=StopAfter(parted, 2))
-    _train(parted, 4)
+    _train(parted, 4, stop_signal=StopAfter(parted, 5))
 
     assert losses(parted)[:4] == pytest.approx(losses(alone)[:4], abs=1e-4)
 

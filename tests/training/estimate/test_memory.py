@@ -152,6 +152,14 @@ def test_live_bytes_count_referenced_tensors() -> None:
         assert (live.now, live.most) == (4000, 4040)
 
 
+def test_live_bytes_count_tensors_in_lists() -> None:
+    before = torch.zeros(2, 500)
+    with LiveBytes() as live:
+        made = torch._foreach_add([before[0], torch.ones(10)], 1)
+        views = before.unbind()
+        assert (live.now, len(made), len(views)) == (2040, 2, 2)
+
+
 def test_live_bytes_count_one_thread() -> None:
     made: list[Any] = []
     with LiveBytes() as live:
