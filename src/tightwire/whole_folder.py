@@ -1,4 +1,4 @@
-"""Creates files and folders atomically: they are filled under a temporary name and renamed at the end.
+"""Creates files and folders atomically, and names the cache folder. They are filled under a temporary name and renamed at the end.
 
 A reader, or a crash, never sees a part of them. For a folder the process locks ``NAME.partial-PID`` until it ends, so the next one removes what a killed one left.
 """
