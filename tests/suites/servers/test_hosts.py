@@ -50,7 +50,8 @@ _ALGORITHMS = ("hierarchical", "one-shot", "two-shot", "ring", "flash-int8", "hi
 # Sums of a row that depend on no other row of the message. A ring's order over four ranks does, and so do a codec's groups
 # of 128 numbers where a row has 64.
 _BY_ROW = ("hierarchical", "one-shot", "two-shot")
-_PROMPTS = ("hello", "the quick brown fox " * 8, "x" * 100)
+# Each next token leads by 0.1 or more, in float32 and bfloat16, so that layouts that round differently agree.
+_PROMPTS = ("hello", "again and again, " * 10, "x" * 100)
 
 
 async def ask(client: httpx.AsyncClient, prompt: str, algorithm: str, leave_after: int | None = None) -> str:
