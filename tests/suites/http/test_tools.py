@@ -96,7 +96,7 @@ async def test_required_calls_follow_the_schemas(parallel: bool) -> None:
 async def test_a_named_tool_is_called() -> None:
     pytest.importorskip("llguidance")
     choice = {"type": "function", "function": {"name": "weather"}}
-    (answer,) = await whole(SamplingEngine(), tool_choice=choice, seed=1)
+    (answer,) = await whole(SamplingEngine(), tool_choice=choice, seed=1, response_format={"type": "json_object"})
     (call,) = answer.message.tool_calls
     assert answer.finish_reason == "tool_calls" and call.function.name == "weather" and call.id.startswith("call_")
     validator_for(CITY).validate(json.loads(call.function.arguments))
@@ -239,7 +239,7 @@ async def test_arguments_that_are_no_valid_json_reach_the_prompt_as_text(argumen
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            {"tool_choice": "required", "structured_outputs": {"json_object": True}},
             "tool_choice",
             "leave one out",
         ),
