@@ -93,6 +93,28 @@ async def test_required_calls_follow_the_schemas(parallel: bool) -> None:
         ]
 
 
+DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
+MARK = {"$ref": "#/$defs/mark"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$id": "https://host/mark.json", "$ref": "#/$defs/mark", "$defs": {"mark": {"const": {"a": 1}}}},
+        {"$ref": "#/$defs/mark", "$defs": {"mark": {"const": {"a": 1}}}, **DRAFT_7},
+        {"type": "object", "properties": {"a": {"const": MARK}}, "required": ["a"], "additionalProperties": False},
+    ],
+    ids=["id", "draft 7", "constant"],
+)
+async def test_required_calls_follow_schemas_with_an_id_and_texts_like_references(schema: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    tools = [{"type": "function", "function": {"name": "mark", "parameters": schema}}]
+    fields = {"tool_choice": "required", "parallel_tool_calls": False}
+    (answer,) = await whole(SamplingEngine(), tools=tools, **fields)
+    (call,) = answer.message.tool_calls
+    assert json.loads(call.function.arguments) == ({"a": MARK} if "properties" in schema else {"a": 1})
+
+
 async def test_a_named_tool_is_called() -> None:
     pytest.importorskip("llguidance")
     choice = {"type": "function", "function": {"name": "weather"}}
