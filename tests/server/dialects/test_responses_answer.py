@@ -368,6 +368,9 @@ def test_nothing_is_stored(api: OpenAI) -> None:
     for call in (api.responses.retrieve, api.responses.cancel, api.responses.input_items.list, api.responses.delete):
         with pytest.raises(openai.NotFoundError, match="stores no responses"):
             call("resp_1")
+    for route in (api.responses.input_tokens.count, api.responses.compact):
+        with pytest.raises(openai.NotFoundError, match="it has only POST /v1/responses"):
+            route(model="tiny", input="Hi")
 
 
 def test_engine_death_in_a_stream_raises_in_the_client(api: OpenAI, raw: httpx.Client, engine: FakeEngine) -> None:
