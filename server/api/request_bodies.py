@@ -255,7 +255,7 @@ class TextPart(Fields):
 
 
 def _check_content(value: Any, info: ValidationInfo) -> list[Any]:
-    if value is None and info.data.get("tool_calls"):
+    if value is None and info.data.get("tool_calls", True):  # True: they are wrong, which is said already
         return []
     if value is None:
         raise refusal("is missing; it must be a string or a list of text parts, except in a message with tool_calls")

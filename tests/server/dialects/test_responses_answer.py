@@ -331,7 +331,7 @@ def test_logprobs_of_text_beside_calls_are_those_of_its_tokens(
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "only functions"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
         ({"tools": [{}]}, "tools[0].type", "is missing"),
-        ({"tools": ["add"]}, "tools[0]", "of the type 'add'"),
+        ({"tools": ["add"]}, "tools[0]", "is 'add', not an object"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "needs it"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
