@@ -322,7 +322,8 @@ class ChatBody(GenerationBody, TemplateFields):
 
     @property
     def may_call_tools(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
+        is_json = self.response_format is not None and self.response_format.type != "text"
+        return self.demands_calls or bool(self.tools) and self.tool_choice != "none" and not is_json
 
     @property
     def demands_calls(self) -> bool:

@@ -195,6 +195,15 @@ async def test_calls_in_what_a_model_thinks_are_not_made() -> None:
         assert await streamed(FakeEngine(script=says(text)), template=template) == (text, [], "stop")
 
 
+async def test_json_that_response_format_asks_for_is_no_call_and_is_not_held_back() -> None:
+    pytest.importorskip("llguidance")
+    written, form = '{"name": "add", "arguments": {"a": 1}}', {"type": "json_object"}
+    (answer,) = await whole(FakeEngine(script=says(written)), response_format=form)
+    assert (answer.message.content, answer.message.tool_calls) == (written, None)
+    stream = await post(FakeEngine(script=says(written)), stream=True, response_format=form)
+    assert stream.text.count('"delta":{"content":') > 10
+
+
 async def test_without_calls_the_answer_is_as_ever() -> None:
     (answer,) = await whole(FakeEngine())
     assert (answer.message.content, answer.finish_reason) == ("Hello, world.", "stop")
