@@ -49,14 +49,13 @@ def make_grammar(kind: Literal["json", "regex", "choice", "grammar"], source: An
     that cannot be read. ImportError: llguidance is not installed.
     """
     from llguidance import LLMatcher, grammar_from
-    from llguidance.gbnf_to_lark import is_lark_syntax
 
     if kind == "json":
         grammar = LLMatcher.grammar_from_json_schema(source, _JSON_OPTIONS)
-    elif kind == "grammar" and len(source) > _MAX_GBNF_CHARS and not is_lark_syntax(source):
-        raise ValueError(
-            f"a GBNF grammar may have {_MAX_GBNF_CHARS} characters, this one has {len(source)}; use Lark's notation"
-        )
+    elif kind == "grammar" and "::=" not in source:  # llguidance knows Lark's notation by "start:" alone, not "?start:"
+        grammar = LLMatcher.grammar_from_lark(source)
+    elif kind == "grammar" and len(source) > _MAX_GBNF_CHARS:
+        raise ValueError(f"a GBNF grammar may have {_MAX_GBNF_CHARS} characters, not {len(source)}; use Lark's")
     else:
         if kind == "regex":  # in Rust's syntax classes have the digits, letters and spaces of all scripts
             source = re.sub(r"\\(.)", lambda escape: _ASCII_CLASSES.get(escape[1], escape[0]), source, flags=re.DOTALL)

@@ -85,9 +85,9 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
 
 def _grammar(body: GenerationBody) -> str:
     """The grammar of the answer; empty: none. Raises ApiError 400."""
-    grammar = ""
-    if body.response_format is not None or body.structured_outputs is not None:
-        grammar = structured_grammar(body.response_format, body.structured_outputs)
+    calls = isinstance(body, ChatBody) and body.demands_calls
+    # OpenAI's response_format is the form of an answer's text, and demanded calls are no text.
+    grammar = structured_grammar(None if calls else body.response_format, body.structured_outputs)
     if isinstance(body, ChatBody) and body.demands_calls:
         if grammar:
             raise invalid("tool_choice demands calls, so the answer has no other form; leave one out", "tool_choice")

@@ -255,7 +255,7 @@ class TextPart(Fields):
 
 
 def _check_content(value: Any, info: ValidationInfo) -> list[Any]:
-    if value is None and info.data.get("tool_calls"):
+    if value is None and info.data.get("tool_calls", True):  # True: they are wrong, which is said already
         return []
     if value is None:
         raise refusal("is missing; it must be a string or a list of text parts, except in a message with tool_calls")
@@ -322,7 +322,8 @@ class ChatBody(GenerationBody, TemplateFields):
 
     @property
     def may_call_tools(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
+        is_json = self.response_format is not None and self.response_format.type != "text"
+        return self.demands_calls or bool(self.tools) and self.tool_choice != "none" and not is_json
 
     @property
     def demands_calls(self) -> bool:

@@ -13,6 +13,7 @@ from tightwire.server.api.structured import Schema, checked_grammar
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 _DECIDING = frozenset(("type", "$ref", "anyOf", "allOf", "oneOf", "enum", "const"))
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
 # SmolLM2's own system prompt for tools (model card of HuggingFaceTB/SmolLM2-1.7B-Instruct).
@@ -115,7 +116,9 @@ def tool_grammar(tools: list[Tool], choice: str, *, parallel: bool) -> str:
             grammar = checked_grammar(f"tools[{index}].function.parameters", "json", _parameters(tools[index]))
             if choice != "required":
                 return grammar
-    definitions = {name: _moved(_parameters(tools[index]), f"#/$defs/{name}") for name, index in indexes.items()}
+    # With an id a schema's references to its own root stay its own. Drafts before 2019 ignore an id beside a reference.
+    own = {name: {"$schema": _DRAFT, "$id": f"tool:{index}"} for name, index in indexes.items()}
+    definitions = {name: _parameters(tools[index]) | own[name] for name, index in indexes.items()}
     calls = [
         {
             "type": "object",
@@ -134,18 +137,6 @@ def _parameters(tool: Tool) -> Schema:
     """The schema of the arguments. Without a type it would allow other values than objects."""
     given = tool.function.parameters or _NO_PARAMETERS
     return given if _DECIDING.intersection(given) else {"type": "object", **given}
-
-
-def _moved(part: Any, root: str) -> Any:
-    """A schema whose references to its own root point to ``root``."""
-    if isinstance(part, list):
-        return [_moved(item, root) for item in part]
-    if not isinstance(part, dict):
-        return part
-    moved = {key: _moved(value, root) for key, value in part.items()}
-    if isinstance(target := part.get("$ref"), str) and target.startswith("#"):
-        moved["$ref"] = root + target[1:]
-    return moved
 
 
 def shorten_ids(messages: list[dict[str, Any]]) -> None:

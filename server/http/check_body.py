@@ -147,9 +147,10 @@ def _describe(problem: ErrorDetails, param: str) -> str:
         return f"{param} is missing"
     if problem["type"] == "refused":
         return f"{param} {problem['msg']}"
+    if problem["type"] == "kind" and isinstance(given := problem["input"], dict):
+        return f"{param} is of the type {_short(given.get('type'))}; supported: {problem['msg']}"
     if problem["type"] == "kind":
-        given = problem["input"].get("type") if isinstance(problem["input"], dict) else problem["input"]
-        return f"{param} is of the type {_short(given)}; supported: {problem['msg']}"
+        return f"{param} is {_short(problem['input'])}, not an object; supported: {problem['msg']}"
     said = problem["msg"][0].lower() + problem["msg"][1:].replace(" after validation", "")
     return f"{param}: {said}, got {_short(problem['input'])}"
 

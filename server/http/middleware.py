@@ -18,7 +18,8 @@ from tightwire.server.http.keys import KeyRing
 _log = logging.getLogger(__name__)
 _HEADER = "X-Request-Id"
 _IGNORED_HEADER = "X-Tightwire-Ignored"
-EXPOSED_HEADERS = (_HEADER, _IGNORED_HEADER, "Retry-After")  # to pages of other origins
+_ANTHROPIC_HEADER = "request-id"  # which Anthropic's clients read
+EXPOSED_HEADERS = (_HEADER, _ANTHROPIC_HEADER, _IGNORED_HEADER, "Retry-After")  # to pages of other origins
 _MAX_IGNORED = 20  # fields named in the header
 # A client's id is echoed and logged, so it must not contain anything with a meaning in a header or a log.
 _ACCEPTED = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -50,7 +51,7 @@ class RequestScope:
                 headers = MutableHeaders(scope=message)
                 headers[_HEADER] = request_id
                 if scope["path"].startswith("/v1/messages"):
-                    headers["request-id"] = request_id  # Anthropic's clients read this name
+                    headers[_ANTHROPIC_HEADER] = request_id
                 if ignored := scope["state"].get("ignored_fields"):
                     # Without characters that have a meaning in a header.
                     shown = [re.sub(r"[^A-Za-z0-9._\[\]-]", "?", field[:80]) or "?" for field in ignored[:_MAX_IGNORED]]

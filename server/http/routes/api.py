@@ -45,10 +45,11 @@ def api_router(serving: Serving) -> APIRouter:
     async def responses(request: Request) -> Response:
         return await answer(request, serving, ResponsesDialect)
 
-    @router.post("/v1/responses/{rest}/cancel", include_in_schema=False)
-    @router.api_route("/v1/responses/{rest:path}", methods=["GET", "DELETE"], include_in_schema=False)
+    @router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
     async def stored_responses(rest: str) -> Response:
-        message = "this server stores no responses; send the whole conversation as input of POST /v1/responses"
+        message = (
+            "this server stores no responses; it has only POST /v1/responses, with the whole conversation as input"
+        )
         raise ApiError(404, message, code="not_stored")
 
     @router.post("/v1/messages", summary="Answer a conversation, in the form of Anthropic's API")

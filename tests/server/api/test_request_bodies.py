@@ -243,6 +243,9 @@ async def test_every_invalid_field_is_named(client: httpx.AsyncClient) -> None:
     error = await _refused(client, "/v1/completions", {"prompt": "a", "n": 0, "top_p": 7, "min_p": 9})
     assert error["param"] == "top_p"
     assert "and problems in min_p, n" in error["message"]
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    error = await _refused(client, "/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [call]}]})
+    assert error["message"] == "messages[0].tool_calls[0].function.arguments: input should be a valid string, got {}"
 
 
 def test_no_field_is_in_two_tables() -> None:

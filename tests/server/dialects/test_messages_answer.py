@@ -308,6 +308,7 @@ def test_refusals_of_count_tokens_name_the_fields_of_this_api(raw: httpx.Client)
             },
             "messages[0].content[0].content[0] is of the type 'document'",
         ),
+        ({"messages": [{"role": "user", "content": ["text"]}]}, "content[0] is 'text', not an object; supported: text"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
         ({"system": [{"type": "image"}]}, "system[0] is of the type 'image'; supported: text"),
         ({"max_tokens": None}, "max_tokens is missing"),

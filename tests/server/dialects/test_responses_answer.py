@@ -331,7 +331,7 @@ def test_logprobs_of_text_beside_calls_are_those_of_its_tokens(
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "only functions"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
         ({"tools": [{}]}, "tools[0].type", "is missing"),
-        ({"tools": ["add"]}, "tools[0]", "of the type 'add'"),
+        ({"tools": ["add"]}, "tools[0]", "is 'add', not an object"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "needs it"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
@@ -368,6 +368,9 @@ def test_nothing_is_stored(api: OpenAI) -> None:
     for call in (api.responses.retrieve, api.responses.cancel, api.responses.input_items.list, api.responses.delete):
         with pytest.raises(openai.NotFoundError, match="stores no responses"):
             call("resp_1")
+    for route in (api.responses.input_tokens.count, api.responses.compact):
+        with pytest.raises(openai.NotFoundError, match="it has only POST /v1/responses"):
+            route(model="tiny", input="Hi")
 
 
 def test_engine_death_in_a_stream_raises_in_the_client(api: OpenAI, raw: httpx.Client, engine: FakeEngine) -> None:

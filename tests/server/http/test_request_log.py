@@ -86,6 +86,6 @@ async def test_pages_of_other_origins(engine: FakeEngine) -> None:
         assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
         refused = await client.get("/v1/models", headers={"origin": "http://b:3000"})
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "http://b:3000")
-        assert "X-Request-Id" in refused.headers["access-control-expose-headers"]
+        assert "X-Request-Id, request-id" in refused.headers["access-control-expose-headers"]
     async with open_client(engine) as client:
         assert "access-control-allow-origin" not in (await client.get("/", headers={"origin": "http://a"})).headers

@@ -90,6 +90,7 @@ async def test_a_schema_with_n_seeds_streams_drafts_and_logprobs(sampling: dict[
         ({"regex": "[ab]{3}-[0-9]+x"}, "[ab]{3}-[0-9]+x"),
         ({"choice": ["yes", 'no "never"', "perhaps / not"]}, 'yes|no "never"|perhaps / not'),
         ({"grammar": 'start: greeting " " NAME\ngreeting: "hi" | "bye"\nNAME: /[A-C]{2}/'}, "(hi|bye) [A-C]{2}"),
+        ({"grammar": '?start: sum\n?sum: DIGIT | DIGIT "+" DIGIT\nDIGIT: /[0-9]/'}, r"\d(\+\d)?"),
         ({"grammar": 'root ::= "a" item+\nitem ::= [xy] "."'}, r"a([xy]\.)+"),
     ],
     ids=str,

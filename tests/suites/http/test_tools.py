@@ -93,10 +93,32 @@ async def test_required_calls_follow_the_schemas(parallel: bool) -> None:
         ]
 
 
+DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
+MARK = {"$ref": "#/$defs/mark"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$id": "https://host/mark.json", "$ref": "#/$defs/mark", "$defs": {"mark": {"const": {"a": 1}}}},
+        {"$ref": "#/$defs/mark", "$defs": {"mark": {"const": {"a": 1}}}, **DRAFT_7},
+        {"type": "object", "properties": {"a": {"const": MARK}}, "required": ["a"], "additionalProperties": False},
+    ],
+    ids=["id", "draft 7", "constant"],
+)
+async def test_required_calls_follow_schemas_with_an_id_and_texts_like_references(schema: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    tools = [{"type": "function", "function": {"name": "mark", "parameters": schema}}]
+    fields = {"tool_choice": "required", "parallel_tool_calls": False}
+    (answer,) = await whole(SamplingEngine(), tools=tools, **fields)
+    (call,) = answer.message.tool_calls
+    assert json.loads(call.function.arguments) == ({"a": MARK} if "properties" in schema else {"a": 1})
+
+
 async def test_a_named_tool_is_called() -> None:
     pytest.importorskip("llguidance")
     choice = {"type": "function", "function": {"name": "weather"}}
-    (answer,) = await whole(SamplingEngine(), tool_choice=choice, seed=1)
+    (answer,) = await whole(SamplingEngine(), tool_choice=choice, seed=1, response_format={"type": "json_object"})
     (call,) = answer.message.tool_calls
     assert answer.finish_reason == "tool_calls" and call.function.name == "weather" and call.id.startswith("call_")
     validator_for(CITY).validate(json.loads(call.function.arguments))
@@ -173,6 +195,15 @@ async def test_calls_in_what_a_model_thinks_are_not_made() -> None:
         assert await streamed(FakeEngine(script=says(text)), template=template) == (text, [], "stop")
 
 
+async def test_json_that_response_format_asks_for_is_no_call_and_is_not_held_back() -> None:
+    pytest.importorskip("llguidance")
+    written, form = '{"name": "add", "arguments": {"a": 1}}', {"type": "json_object"}
+    (answer,) = await whole(FakeEngine(script=says(written)), response_format=form)
+    assert (answer.message.content, answer.message.tool_calls) == (written, None)
+    stream = await post(FakeEngine(script=says(written)), stream=True, response_format=form)
+    assert stream.text.count('"delta":{"content":') > 10
+
+
 async def test_without_calls_the_answer_is_as_ever() -> None:
     (answer,) = await whole(FakeEngine())
     assert (answer.message.content, answer.finish_reason) == ("Hello, world.", "stop")
@@ -239,7 +270,7 @@ async def test_arguments_that_are_no_valid_json_reach_the_prompt_as_text(argumen
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            {"tool_choice": "required", "structured_outputs": {"json_object": True}},
             "tool_choice",
             "leave one out",
         ),
