@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from tightwire.bench.report.result_files import check_label
+from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.link.link import Link
 from tightwire.comm.policy.tune_file import PEER_BLOCKS
 from tightwire.option import option, options_of
@@ -83,6 +84,12 @@ class RankOptions:
     @property
     def ranks_per_node(self) -> int:
         return self.ranks // self.num_nodes
+
+
+def known_all_reduce(name: str) -> str:
+    """``name``, unless it is the name of no AllReduce."""
+    split_name(name)
+    return name
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

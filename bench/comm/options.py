@@ -3,13 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tightwire.bench.options import TRANSPORTS, OutputOptions, RankOptions, parse_sizes
-from tightwire.comm.all_reduce.names import (
-    all_reduce_names,
-    describe_all_reduce_names,
-    split_all_reduce_names,
-    split_name,
-)
+from tightwire.bench.options import TRANSPORTS, OutputOptions, RankOptions, known_all_reduce, parse_sizes
+from tightwire.comm.all_reduce.names import all_reduce_names, describe_all_reduce_names, split_all_reduce_names
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.policy.tune_file import PEER_BLOCKS
 from tightwire.option import MAX_SECONDS, option
@@ -36,7 +31,9 @@ def _parse_links(text: str) -> tuple[Link, ...]:
 class CommOptions(OutputOptions):
     description: ClassVar[str] = "Time every AllReduce between processes of this machine, and check every result."
     algorithms: tuple[str, ...] = option(
-        (), f"{describe_all_reduce_names()} (default: all whose name needs no codec)", parse=split_all_reduce_names
+        (),
+        f"{describe_all_reduce_names()} (default: all whose name needs no codec)",
+        parse=lambda text: tuple(map(known_all_reduce, split_all_reduce_names(text))),
     )
     sizes: tuple[int, ...] = option(
         _DEFAULT_SIZES, "bytes of a message before it is encoded", metavar="BYTES,BYTES", parse=parse_sizes, least=4
@@ -72,8 +69,6 @@ class CommOptions(OutputOptions):
     timeout_s: float = option(60.0, "seconds to wait in a collective", flag="--timeout", above=0, most=MAX_SECONDS)
 
     def __post_init__(self) -> None:
-        for name in self.algorithms:
-            split_name(name)
         if repeated := {name for name in self.algorithms if self.algorithms.count(name) > 1}:
             raise ValueError(f"--algorithms names {', '.join(sorted(repeated))} twice")
         if self.ranks > _MAX_RANKS:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tightwire.bench.options import OutputOptions
-from tightwire.comm.all_reduce.names import split_name
+from tightwire.bench.options import OutputOptions, known_all_reduce
 from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS, WeightPlan
 from tightwire.option import MAX_SECONDS, option
 from tightwire.sizes import parse_bytes
@@ -82,7 +81,7 @@ class StreamOptions(OutputOptions):
     dtype: str = option("bfloat16", "of activations", choices=("bfloat16", "float16", "float32"))
     quantization: str = option("none", "of the weights", choices=("auto", "none", "int8", "int4"))
     device: str = option("cpu", "cuda takes one device per rank", choices=("cpu", "cuda"))
-    all_reduce: str = option("one-shot", "the AllReduce with --tp above 1")
+    all_reduce: str = option("one-shot", "the AllReduce with --tp above 1", parse=known_all_reduce)
     threads: int = option(1, "computing threads of each rank", least=1)
     repeats: int = option(6, "timed passes of each kind", least=ROUNDS)
     seed: int = option(0, "seed of random weights, tokens and turns")
@@ -95,7 +94,6 @@ class StreamOptions(OutputOptions):
                 raise ValueError(f"{flag} takes {', '.join(known)}, got {','.join(given)}")
         if max(self.tp) > _MAX_RANKS:
             raise ValueError(f"--tp must be at most {_MAX_RANKS}, got {max(self.tp)}")
-        split_name(self.all_reduce)
         if not self.arms:
             raise ValueError("--sources files has no codec; add none to --codecs")
 

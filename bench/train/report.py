@@ -227,8 +227,8 @@ def make_sections(rows: Sequence[Row]) -> list[Item]:
 def describe_setting(facts: Mapping[str, Any]) -> str:
     return (
         f"{facts['model']} ({facts['num_parameters'] / 1e6:.1f} M parameters), {facts['dtype']}; {facts['nodes']} nodes of "
-        f"{facts['ranks_per_node']} ranks, one thread each; {', '.join(map(str, facts['sequences']))} sequences of "
-        f"{facts['sequence_tokens']} tokens per rank and step"
+        f"{facts['ranks_per_node']} rank{'s' * (facts['ranks_per_node'] > 1)}, one thread each; "
+        f"{', '.join(map(str, facts['sequences']))} sequences of {facts['sequence_tokens']} tokens per rank and step"
     )
 
 

@@ -47,8 +47,8 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
     link = last_probe() if network else None
     if link is not None:
         nodes = 1 + max(pair.nodes[1] for pair in link.pairs)
-        config = planned_hosts(config, nodes)
         sys.stderr.write(f"{link.describe(nodes)}\n")
+        config = planned_hosts(config, nodes)
     if config.parallel.num_summing == 1:
         raise ValueError(
             "--layout pipeline with a rank in each stage sums nothing, and this explains sums; leave it out, or compare layouts with --hosts"

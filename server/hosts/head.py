@@ -160,6 +160,7 @@ class Head(Side):
         while True:
             self._changed.clear()
             if self._refusal is not None:
+                await asyncio.sleep(5 * SHOW_S * (len(missing()) > 1))  # nodes that are about to start hear it too
                 raise ValueError(self._refusal)
             if not (absent := missing()):
                 return
@@ -167,10 +168,9 @@ class Head(Side):
             names = ", ".join(self._nodes[n].describe() if n in self._nodes else f"node {n}" for n in absent)
             count = f"{num_nodes - len(absent)} of {num_nodes} nodes {what}; {names} missing for"
             if waited_s > limit_s and time.monotonic() - self._sent_s > limit_s:
-                at = joined(self._place.master, self._place.port)
                 raise LostError(
                     f"{count} {waited_s:.0f} s; start the same command there, with its own --node-rank, and check that "
-                    f"it reaches {at}"
+                    f"it reaches {joined(self._place.master, self._place.port)}"
                 )
             table = f"{count} {waited_s:.0f} s of {limit_s:g} s"
             if waited_s >= SHOW_S:
@@ -194,7 +194,7 @@ class Head(Side):
             self._listener.show(reason)
             await channel.end(2, reason)
             return
-        reason = objection_to(hello, self._own, self._place.num_nodes)
+        reason = self._refusal or objection_to(hello, self._own, self._place.num_nodes)
         before = self._nodes.get(hello.node)
         if reason is None and before is not None and before.hello.address != hello.address:
             reason = f"two hosts are node {hello.node}: {before.hello.address} and {hello.address}"

@@ -89,11 +89,11 @@ def _spread(config: ServeConfig) -> ServeConfig:
     nnodes = options.nnodes or 1
     flag, num = ("--dp", parallel.dp) if parallel.dp > 1 else ("--tp", parallel.tp)
     if num % nnodes:  # a replica is inside one host
-        raise ValueError(f"--nnodes {nnodes} must divide {flag} ({num}): hosts have equal numbers of ranks")
+        raise ValueError(f"{flag} {num} is no multiple of the {nnodes} hosts, which have equal numbers of ranks")
     if parallel.link is not None or parallel.nodes not in (1, nnodes):
-        raise ValueError("--link and --nodes emulate nodes on one host; leave them out with --nnodes")
+        raise ValueError("--link and --nodes emulate nodes on one host; leave them out with several hosts")
     if parallel.transport in ("shared-memory", "peer-memory"):
-        raise ValueError(f"--transport {parallel.transport} is inside one host; leave it out with --nnodes {nnodes}")
+        raise ValueError(f"--transport {parallel.transport} is inside one host; leave it out with {nnodes} hosts")
     port = split_address(options.master_addr or "")[1]
     if port in options.ports:
         raise ValueError(

@@ -146,7 +146,7 @@ def _help(field: Field[Any]) -> str:
     """The field's help text with its default, unless that is None or empty."""
     text = field.metadata["help"].replace("%", "%%")
     default: Any = field.default
-    if default in (None, (), MISSING):
+    if default in (None, (), "", MISSING):
         return text
     values = default if isinstance(default, tuple) else (default,)
     return f"{text} (default: {','.join(_show(value, field.metadata['metavar']) for value in values)})"

@@ -136,7 +136,7 @@ class Progress:
         return "\r\x1b[K" if self._live and self._ticker is not None else ""
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # a closed file raises ValueError
             self._stream.write(text)
             self._stream.flush()
 

@@ -123,6 +123,12 @@ def test_closed_streams_are_no_fault(command: str, code: int) -> None:
     assert given == code and "Traceback" not in errors
 
 
+def test_child_processes_have_the_streams_too() -> None:
+    child = "import sys; sys.stdout.flush(); sys.stderr.flush()"
+    program = f"import subprocess, sys, tightwire.__main__ as own; own._open_standard_streams(); subprocess.run([sys.executable, '-c', '{child}'], check=True)"
+    assert _shell(f'{sys.executable} -c "{program}" >&- 2>&-')[0] == 0
+
+
 def test_other_failures_of_the_system_are_not_taken_for_those_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(argv: list[str]) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", "/some/file")

@@ -51,6 +51,7 @@ class Swim:
     pauses: tuple[float, ...] = option((), "between laps", above=0)
     size: int | None = option(1 << 20, "of the towel", metavar="BYTES", parse=parse_bytes)
     shower: str | None = option(None, "before", const="cold")
+    song: str = option("", "to hum")
     day: int = option(0, "of the year", default_factory=lambda: 7)
 
     def __post_init__(self) -> None:
@@ -147,7 +148,7 @@ def test_help_shows_placeholders_and_defaults(capsys: pytest.CaptureFixture[str]
         "(default: 1MiB)",
     ):
         assert words in text
-    assert "--shower [NAME] before --day N of the year" in text
+    assert "--shower [NAME] before --song NAME to hum --day N of the year" in text
 
 
 def test_the_limits_of_a_number() -> None:

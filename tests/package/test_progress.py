@@ -76,4 +76,7 @@ def test_lines_that_nobody_reads_are_lost() -> None:
         def write(self, text: str) -> int:
             raise BrokenPipeError(text)
 
-    progress(Broken()).say("ready")
+    closed = io.StringIO()
+    for made in (progress(Broken()), progress(closed)):
+        closed.close()
+        made.say("ready")

@@ -289,6 +289,6 @@ def _open_starting_model(config: TrainConfig, data: RunData, run: Path, ranks: R
             try:
                 data.check_documents()
                 own = open_starting_model(config.model, **how)
-            except OSError as error:
-                raise ValueError(str(error)) from None
+            except OSError as error:  # that of a full disk names no file
+                raise ValueError(f"{run}: {error}" if error.errno and not error.filename else str(error)) from None
     return own or open_starting_model(config.model, **how)

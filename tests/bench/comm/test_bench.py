@@ -258,7 +258,7 @@ def test_names_sizes_and_nodes() -> None:
     [
         (["--label", "../mine"], "--label begins the names of files"),
         (["--label", ""], "--label begins the names of files"),
-        (["--algorithms", "two-shots"], "unknown all-reduce 'two-shots'"),
+        (["--algorithms", "two-shots"], "--algorithms: unknown all-reduce 'two-shots'"),
         (["--algorithms", "flash:int4"], "needs two codecs"),
         (["--algorithms", "ring,ring"], "names ring twice"),
         (["--sizes", "6"], "multiples of 4 bytes up to 1GiB, got 6"),

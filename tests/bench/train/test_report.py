@@ -12,7 +12,15 @@ from tightwire.bench.train import ranks
 from tightwire.bench.train.bench import TrainBench
 from tightwire.bench.train.measure import Checked, Timed, Wired, open_model
 from tightwire.bench.train.options import ARMS, TrainOptions
-from tightwire.bench.train.report import ArmModel, Checks, LinkCells, describe_link, fault_texts, model_arms
+from tightwire.bench.train.report import (
+    ArmModel,
+    Checks,
+    LinkCells,
+    describe_link,
+    describe_setting,
+    fault_texts,
+    model_arms,
+)
 from tightwire.training.estimate.step_time import Computing, Rates
 
 _ARMS = ("zero3", "zero++", "hybrid", "dgc", "ddp")
@@ -127,6 +135,12 @@ def test_a_link_has_no_rate_inside_nodes_of_one_rank() -> None:
     assert describe_link(link) == text
     rates |= {"inside_bytes_per_s": 2e6, "inside_round_s": 2e-3}
     assert describe_link(link) == f"{text}, 2.00 MB/s and 2.0 ms inside nodes"
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(1, "2 nodes of 1 rank, one"), (2, "2 nodes of 2 ranks, one")])
+def test_the_setting_counts_ranks(ranks: int, words: str) -> None:
+    facts = {"model": "tiny", "num_parameters": 1e6, "dtype": "float32", "nodes": 2, "ranks_per_node": ranks}
+    assert words in describe_setting(facts | {"sequences": (4,), "sequence_tokens": 128})
 
 
 def test_payload_of_a_node_excludes_headers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,24 @@ async def test_a_mismatch_is_refused_at_once_on_both(changed: dict[str, str], re
     await member.close()
 
 
+async def test_a_node_that_starts_after_a_refusal_hears_it() -> None:
+    port, told_2 = free_ports(8), Told()
+    head, first = (
+        Head(joining(0, port, Told(), num_nodes=3)),
+        Member(joining(1, port, Told(), num_nodes=3, changed={"--tp": "4"})),
+    )
+    refused, joins = asyncio.create_task(head.join()), [asyncio.create_task(first.join())]
+    await until(lambda: head._refusal)
+    second = Member(joining(2, port, told_2, num_nodes=3))
+    joins.append(asyncio.create_task(second.join()))
+    await until(lambda: told_2.ends)
+    assert told_2.ends[0][1] == 2 and "node 1 (127.0.0.1) has --tp 4, node 0" in told_2.ends[0][2]
+    for task in (refused, *joins):
+        task.cancel()
+    for side in (head, first, second):
+        await side.close()
+
+
 async def test_another_model_is_refused_by_node(tmp_path: Path) -> None:
     port = free_ports(6)
     head, member = Head(joining(0, port, Told())), Member(joining(1, port, Told()))

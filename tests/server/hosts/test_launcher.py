@@ -57,9 +57,9 @@ def test_without_a_launcher_there_is_one_host() -> None:
     [
         (["--tp", "2", "--nnodes", "2"], {}, "--nnodes 2 needs --node-rank; no variable of torchrun, Slurm"),
         (["--tp", "2", "--nnodes", "2", "--node-rank", "1"], {}, "--nnodes 2 needs --master-addr"),
-        (["--tp", "3"], _SLURM, r"--nnodes 2 must divide --tp \(3\)"),
-        (["--tp", "2", "--dp", "3"], _SLURM, r"--nnodes 2 must divide --dp \(3\)"),
-        (["--tp", "4", "--nodes", "4"], _SLURM, "leave them out with --nnodes"),
+        (["--tp", "3"], _SLURM, "--tp 3 is no multiple of the 2 hosts"),
+        (["--tp", "2", "--dp", "3"], _SLURM, "--dp 3 is no multiple of the 2 hosts"),
+        (["--tp", "4", "--nodes", "4"], _SLURM, "leave them out with several hosts"),
         (["--tp", "2", "--transport", "shared-memory"], _SLURM, "is inside one host"),
         (["--tp", "2", "--port-range", "5-6"], _SLURM, "must hold 5 ports"),
         (["--master-addr", "h"], {}, "--master-addr h is for several hosts; add --nnodes N"),
