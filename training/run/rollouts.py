@@ -4,7 +4,6 @@
 no server.
 """
 
-import math
 import pkgutil
 import random
 import sys
@@ -90,7 +89,7 @@ def find_reward(name: str, device: torch.device) -> Reward:
 def rewards_of_answers(
     names: Sequence[str], rewards: Sequence[Reward], prompts: Sequence[Prompt], texts: Sequence[str]
 ) -> list[list[float]]:
-    """What each function says of each answer. Raises DataError: one raises, or does not return a finite number for each."""
+    """What each function says of each answer. Raises DataError: one raises, or does not return a number of at most 1e15 for each."""
     keys = dict.fromkeys(key for prompt in prompts for key in prompt.columns)
     columns = {key: [prompt.columns.get(key) for prompt in prompts] for key in keys}
     found = []
@@ -102,8 +101,9 @@ def rewards_of_answers(
             raise DataError(f"the reward {name} failed: {error!r}") from None
         if len(numbers) != len(texts):
             raise DataError(f"the reward {name} returned {len(numbers)} numbers for {len(texts)} answers")
-        if bad := [at for at, number in enumerate(numbers) if not math.isfinite(number)]:
-            raise DataError(f"the reward {name} is {numbers[bad[0]]} for the answer {texts[bad[0]]!r:.200}")
+        for number, text in zip(numbers, texts, strict=True):
+            if not abs(number) <= 1e15:  # float32 has no room for the squares of much larger ones
+                raise DataError(f"the reward {name} is {number} for the answer {text!r:.200}; the most is 1e15")
         found.append(numbers)
     return found
 

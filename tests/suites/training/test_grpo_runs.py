@@ -53,6 +53,10 @@ def returns_nan(completions: list[str], **_: Any) -> list[float]:
     return [float("nan")] * len(completions)
 
 
+def returns_too_much(completions: list[str], **_: Any) -> list[float]:
+    return [-1e308] * len(completions)
+
+
 def returns_too_few(completions: list[str], **_: Any) -> list[float]:
     return [1.0]
 
@@ -265,6 +269,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_weights_saved(tmp_path: Path)
     ("reward", "message"),
     [
         ("returns_nan", "is nan for the answer"),
+        ("returns_too_much", "is -1e.308 for the answer .*; the most is 1e15"),
         ("returns_too_few", "returned 1 numbers for 16 answers"),
         ("ends_the_program", r"failed: SystemExit\(3\)"),
     ],
