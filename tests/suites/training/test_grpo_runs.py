@@ -49,6 +49,12 @@ def fails_in_the_third_call(completions: list[str], **_: Any) -> list[float]:
 _calls: list[int] = []
 
 
+def writes_to_what_it_gets(prompts: Any, completions: list[str], **_: Any) -> list[float]:
+    for prompt, text in zip(prompts, completions, strict=True):
+        prompt.append({"role": "assistant", "content": text})
+    return [float(len(prompt)) for prompt in prompts]
+
+
 def returns_nan(completions: list[str], **_: Any) -> list[float]:
     return [float("nan")] * len(completions)
 
@@ -225,6 +231,11 @@ def test_groups_with_equal_rewards_change_nothing(tmp_path: Path) -> None:
     _train(config, 2)
 
     assert [(line["loss"], line["grad_norm"], line["even_groups"]) for line in log_lines(config)] == [(0, 0, 1)] * 2
+
+
+def test_a_reward_that_writes_to_a_prompt_changes_it_for_no_other_answer(tmp_path: Path) -> None:
+    _train(config := _config(tmp_path, "schedule={steps: 1, warmup_steps: 0}", reward="writes_to_what_it_gets"))
+    assert {(sample["reward"], len(sample["prompt"])) for sample in _samples(config)} == {(2.0, 1)}
 
 
 def test_scores_that_are_not_finite_end_the_run_and_the_checkpoint_before_is_published(
