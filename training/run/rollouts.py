@@ -4,6 +4,7 @@
 no server.
 """
 
+import os
 import pkgutil
 import random
 import sys
@@ -73,9 +74,9 @@ class Engines(NamedTuple):
 
 def find_reward(name: str, device: torch.device) -> Reward:
     """Raises ValueError: there is no such function or folder."""
-    if (Path(name) / CONFIG_FILE).is_file():
+    if ((folder := Path(os.path.expanduser(name))) / CONFIG_FILE).is_file():
         with naming(f"rewards: {name}", "it is damaged", OSError, LookupError, TypeError, ValueError, SafetensorError):
-            return RewardModel.open(Path(name), device)
+            return RewardModel.open(folder, device)
     if "" not in sys.path:
         sys.path.append("")  # modules of the folder that the run is started in
     try:

@@ -198,7 +198,9 @@ def test_capped_logits_are_tempered_behind_the_cap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
-def test_the_folder_of_a_reward_model_is_a_reward(tmp_path: Path, section: str) -> None:
+def test_the_folder_of_a_reward_model_is_a_reward(
+    tmp_path: Path, section: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = _config(tmp_path)
     turns = (("prompt", "user", "say {}"), ("chosen", "assistant", "yes {}"), ("rejected", "assistant", "no, never {}"))
     pairs = [{key: [{"role": role, "content": text.format(i)}] for key, role, text in turns} for i in range(60)]
@@ -214,16 +216,21 @@ def test_the_folder_of_a_reward_model_is_a_reward(tmp_path: Path, section: str) 
     )
     judge = tmp_path / "judge" / "adapter"
 
-    names = [str(judge), "test_grpo_runs:count_es"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = ["~/judge/adapter", "test_grpo_runs:count_es"]
     own = config.grpo if section == "grpo" else PpoConfig(answer_tokens=8)
-    _train(config.model_copy(update={section: own.model_copy(update={"rewards": names})}))
+    config = config.model_copy(update={section: own.model_copy(update={"rewards": names})})
+    onto_it = config.export.model_copy(update={"folder": str(judge)})
+    with pytest.raises(ValueError, match=r"export.folder: .* has the model ~/judge/adapter, which this run reads"):
+        _train(config.model_copy(update={"export": onto_it}))
+    _train(config)
 
     asked = RewardModel.open(judge, torch.device("cpu"))
     samples = _samples(config)
     assert all(sample["reward"] == sum(sample["rewards"].values()) for sample in samples)
-    assert len({sample["rewards"][str(judge)] for sample in samples}) > len(samples) // 2
+    assert len({sample["rewards"][names[0]] for sample in samples}) > len(samples) // 2
     sample = samples[-1]
-    assert asked([sample["prompt"]], [sample["answer"]]) == [pytest.approx(sample["rewards"][str(judge)], abs=1e-5)]
+    assert asked([sample["prompt"]], [sample["answer"]]) == [pytest.approx(sample["rewards"][names[0]], abs=1e-5)]
 
 
 def test_groups_with_equal_rewards_change_nothing(tmp_path: Path) -> None:
