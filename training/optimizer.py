@@ -16,15 +16,15 @@ from tightwire.training.config.tree import ScheduleConfig
 def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, Any]]) -> Optimizer:
     """Build the optimizer; only the group ``matrices`` has weight decay. ValueError: an unknown option or bad value."""
     cls = getattr(torch.optim, config.torch_name)
-    known = set(inspect.signature(cls).parameters) - {"params", "lr", "weight_decay"}
-    for option in config.options:
+    known = {name: each.default for name, each in inspect.signature(cls).parameters.items()}
+    for option, value in config.options.items():
         if option not in known:
             raise ValueError(f"optimizer.options: {config.torch_name} has no option {option!r}{suggest(option, known)}")
+        if isinstance(known[option], bool) and value not in (True, False):
+            raise ValueError(f"optimizer.options: {option} must be true or false, got {value!r}")
     # Torch's own choice on CUDA holds temporaries of all shards at once.
-    chosen = {} if config.options.keys() & {"foreach", "fused"} else {"foreach": False}
-    options = chosen | {
-        name: tuple(value) if isinstance(value, list) else value for name, value in config.options.items()
-    }
+    options: dict[str, Any] = {} if config.options.keys() & {"foreach", "fused"} else {"foreach": False}
+    options |= {name: tuple(value) if isinstance(value, list) else value for name, value in config.options.items()}
     groups = [{**group, "weight_decay": config.weight_decay * (group["name"] == "matrices")} for group in param_groups]
     try:
         optimizer = cls(groups, lr=config.lr, **options)

@@ -3,8 +3,12 @@
 torch is imported when a run needs it.
 """
 
+import os
+import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from tightwire.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from tightwire.comm.group.group import Group
@@ -17,9 +21,11 @@ if TYPE_CHECKING:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Run ``tightwire train``; exit codes as there."""
+    """Run ``tightwire train``; exit codes as there. Ranks of torchrun end with it, as at SIGTERM: saved."""
     from tightwire.training.cli import train as run
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(signal.SIGTERM)
     return run(argv, make_engines)
 
 

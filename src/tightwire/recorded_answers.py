@@ -180,11 +180,13 @@ def _read(path: Path) -> Recorded:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Inside ``with``, every error is a ValueError that says that ``path``, or the file of its rows, is damaged."""
+    """Inside ``with``, every error is a ValueError that says that ``path``, or the file of its rows, is damaged or may not be read."""
     try:
         yield
     except MemoryError:
         raise
+    except PermissionError as error:
+        raise ValueError(f"{path}: it or its .npz cannot be read ({error}); let this user read it") from None
     except Exception as error:  # noqa: BLE001, numpy raises what the damage leads to
         raise ValueError(
             f"{path}: it or its .npz is damaged ({error}); remove it, and the same command records its answers again"

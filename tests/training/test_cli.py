@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from helpers.training.training_runs import log_lines, losses, make_config, make_
 from tiny import VARIANTS
 
 from tightwire.__main__ import main
+from tightwire.parent_death import state_of
 from tightwire.post_training import make_engines
 from tightwire.run_page import LOG, SAMPLES
 from tightwire.training.checkpoint.folders import checkpoints_in
@@ -174,6 +176,34 @@ def test_a_rank_killed_in_a_rollout_is_restarted_and_the_same_answers_are_learne
     assert "resuming from" in errors
     assert losses(config) == losses(whole)
     assert (tmp_path / "run" / SAMPLES).read_text() == (tmp_path / "whole" / SAMPLES).read_text()
+
+
+@pytest.mark.slow
+def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "tightwire",
+        "train",
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    log, ranks = tmp_path / "run" / LOG, list[int]()
+    with subprocess.Popen([*command, str(write_config(tmp_path)), "schedule.steps=100000"], env=environment) as process:
+        try:
+            _wait_for("step 2", lambda: log.is_file() and '"step": 2' in log.read_text())
+            ranks = _children(process.pid)
+            process.kill()
+            _wait_for("the ranks' end", lambda: not any(state_of(rank) not in ("", "Z") for rank in ranks))
+        finally:
+            for pid in (process.pid, *ranks):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    steps = log_lines(make_config(tmp_path))[-1]["step"]
+    assert len(ranks) == 2 and [path.name for path in checkpoints_in(tmp_path / "run")] == [f"step-{steps:08d}"]
 
 
 def _children(pid: int) -> list[int]:

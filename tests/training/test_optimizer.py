@@ -62,6 +62,8 @@ def test_unknown_optimizer_options_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"optimizer.options: AdamW refuses .*: ."):
             _make(options=options)
+    with pytest.raises(ValueError, match="optimizer.options: amsgrad must be true or false, got 'false'"):
+        _make(options={"amsgrad": "false"})
     with pytest.raises(ValueError, match="options.eps must be finite, got nan"):
         OptimizerConfig(options={"eps": float("nan")})
     with pytest.raises(ValueError, match="set optimizer.lr"):

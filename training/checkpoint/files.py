@@ -250,16 +250,12 @@ class Checkpointer:
             if errors:
                 shutil.rmtree(partial, ignore_errors=True)
             else:
-                warning = self._prune()
+                try:
+                    prune(self._run, self._keep)
+                except OSError as error:
+                    warning = f"checkpoints older than the newest {self._keep} could not be removed: {error}"
         errors, warning = self._control.gather((errors, warning))[0]
         return Completed(write.folder, "; ".join(errors), warning)
-
-    def _prune(self) -> str:
-        try:
-            prune(self._run, self._keep)
-        except OSError as error:
-            return f"checkpoints older than the newest {self._keep} could not be removed: {error}"
-        return ""
 
 
 def _write_file(folder: Path, chunks: Sequence[Chunk], plans: Sequence[SavePlan], rank: int) -> _Written:

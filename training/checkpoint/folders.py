@@ -96,7 +96,8 @@ def read_description(folder: Path) -> dict[str, Any]:
     try:
         description = json.loads((folder / _DESCRIPTION).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: is not a checkpoint of `tightwire train`: {error}{_advice(folder)}") from None
+        text = f"{folder}: is not a readable checkpoint of `tightwire train`: {error}{_advice(folder, error)}"
+        raise CheckpointError(text) from None
     if not isinstance(description, dict) or "format" not in description:
         raise CheckpointError(f"{folder}: is not a checkpoint of `tightwire train`: {_DESCRIPTION} has no format")
     if (found := description.pop("format")) != _FORMAT:
@@ -115,17 +116,18 @@ def check_files(folder: Path, description: Mapping[str, Any], *, rank: int, worl
         try:
             if file_crc(folder / name) == digests[name]:
                 continue
-            damage = "is damaged: its CRC-32 differs from the recorded one"
+            damage = f"is damaged: its CRC-32 differs from the recorded one{_advice(folder)}"
         except OSError as error:
-            damage = f"cannot be read: {error}"
-        raise CheckpointError(f"{folder}: {name} {damage}{_advice(folder)}")
+            damage = f"cannot be read: {error}{_advice(folder, error)}"
+        raise CheckpointError(f"{folder}: {name} {damage}")
 
 
-def _advice(folder: Path) -> str:
-    before = newest_before(folder.parent, step_of(folder))
-    if before is None:
-        return "; there is no earlier checkpoint, so start again with another `run`"
-    return f"; remove this folder, and the same command resumes from the previous checkpoint {before}"
+def _advice(folder: Path, error: Exception | None = None) -> str:
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | IsADirectoryError):
+        return "; it may be whole: let this user read it, and the same command resumes from it"
+    if before := newest_before(folder.parent, step_of(folder)):
+        return f"; remove this folder, and the same command resumes from the previous checkpoint {before}"
+    return "; there is no earlier checkpoint, so start again with another `run`"
 
 
 def _crc_of(description: Mapping[str, Any]) -> int:

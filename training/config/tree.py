@@ -370,8 +370,7 @@ class TrainConfig(Section):
     @property
     def answers_folder(self) -> Path:
         """The folder of the answers that a run of data.kind distill learns from."""
-        given = self.distill.answers if self.distill else ""
-        return Path(os.path.expanduser(given)) if given else self.run_folder / "answers"
+        return Path(os.path.expanduser((self.distill.answers if self.distill else "") or self.run_folder / "answers"))
 
     def check_ranks(self, topology: Topology) -> None:
         """Raises ValueError: the configuration does not fit these ranks."""

@@ -93,7 +93,8 @@ def make_run_folder(config: TrainConfig, control: Control, held: ExitStack) -> P
                 held.enter_context(only_user(run))
                 remove_partial(run)
                 marker = CONFIG if config.model.lora is None else ADAPTER_CONFIG
-                read = config.model.start, config.model.tokenizer, config.distill.target if config.distill else ""
+                read = [config.model.start, config.model.tokenizer, *config.answers.rewards]
+                read += [config.distill.target] if config.distill else []
                 outs = {"run": run / CRITIC} if config.ppo is not None else {}
                 for key, out in {**outs, "export.folder": find_export_folder(config, run)}.items():  # noqa: B007 - an error names it
                     check_out(out, marker, read)
@@ -104,8 +105,7 @@ def make_run_folder(config: TrainConfig, control: Control, held: ExitStack) -> P
 
 
 def find_export_folder(config: TrainConfig, run: Path) -> Path:
-    name = "model" if config.model.lora is None else "adapter"
-    return Path(os.path.expanduser(config.export.folder)) if config.export.folder else run / name
+    return Path(os.path.expanduser(config.export.folder or run / ("adapter" if config.model.lora else "model")))
 
 
 def check_disk_space(config: TrainConfig, run: Path, *, checkpoint_bytes: int, num_parameters: int) -> None:

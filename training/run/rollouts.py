@@ -4,12 +4,13 @@
 no server.
 """
 
-import math
+import os
 import pkgutil
 import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -73,9 +74,9 @@ class Engines(NamedTuple):
 
 def find_reward(name: str, device: torch.device) -> Reward:
     """Raises ValueError: there is no such function or folder."""
-    if (Path(name) / CONFIG_FILE).is_file():
+    if ((folder := Path(os.path.expanduser(name))) / CONFIG_FILE).is_file():
         with naming(f"rewards: {name}", "it is damaged", OSError, LookupError, TypeError, ValueError, SafetensorError):
-            return RewardModel.open(Path(name), device)
+            return RewardModel.open(folder, device)
     if "" not in sys.path:
         sys.path.append("")  # modules of the folder that the run is started in
     try:
@@ -90,7 +91,7 @@ def find_reward(name: str, device: torch.device) -> Reward:
 def rewards_of_answers(
     names: Sequence[str], rewards: Sequence[Reward], prompts: Sequence[Prompt], texts: Sequence[str]
 ) -> list[list[float]]:
-    """What each function says of each answer. Raises DataError: one raises, or does not return a finite number for each."""
+    """What each function says of each answer. Raises DataError: one raises, or does not return a number of at most 1e15 for each."""
     keys = dict.fromkeys(key for prompt in prompts for key in prompt.columns)
     columns = {key: [prompt.columns.get(key) for prompt in prompts] for key in keys}
     found = []
@@ -102,8 +103,9 @@ def rewards_of_answers(
             raise DataError(f"the reward {name} failed: {error!r}") from None
         if len(numbers) != len(texts):
             raise DataError(f"the reward {name} returned {len(numbers)} numbers for {len(texts)} answers")
-        if bad := [at for at, number in enumerate(numbers) if not math.isfinite(number)]:
-            raise DataError(f"the reward {name} is {numbers[bad[0]]} for the answer {texts[bad[0]]!r:.200}")
+        for number, text in zip(numbers, texts, strict=True):
+            if not abs(number) <= 1e15:  # float32 has no room for the squares of much larger ones
+                raise DataError(f"the reward {name} is {number} for the answer {text!r:.200}; the most is 1e15")
         found.append(numbers)
     return found
 
@@ -136,7 +138,7 @@ class Rollouts:
         tempered = start.tempered(self.config.temperature)  # so that the engine's log-probabilities are at it too
         self._sampler = open_sampler(tempered, config, group, at_once, trained.engine)
         self.figures: dict[str, float] = {}  # of the newest answers, over all ranks
-        self._spent: dict[str, float] = {}  # on them, by this rank
+        self._spent = 0.0, 0  # seconds and bytes sent on them, by this rank
 
     def close(self) -> None:
         self._sampler.close()
@@ -213,10 +215,9 @@ class Rollouts:
         sent, begun_s = self._sampler.bytes_sent, time.perf_counter()
         with self._control.failing_together(DataError, ModelError):
             answers = self._sampler.answer(asked, self.config.answer_tokens)
-            seconds, sent = time.perf_counter() - begun_s, self._sampler.bytes_sent - sent
-            self._spent = {"answer_s": seconds, "answer_wire_bytes": sent}
+            self._spent = time.perf_counter() - begun_s, self._sampler.bytes_sent - sent
             texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
-            judged = self.config.rewards, self._rewards, given, texts
+            judged = self.config.rewards, self._rewards, [*map(deepcopy, given)], texts  # functions may write to them
             return answers, texts, rewards_of_answers(*judged) if given else []
 
     def evaluate(self, prompts: Sequence[Prompt], step: int) -> EvaluationRecord:
@@ -241,7 +242,7 @@ class Rollouts:
             "answer_tokens": sum(record["tokens"] for record in records) / len(records),
             "ended": sum(record["ended"] for record in records) / len(records),
             **self._objective.group_figures(rewards_PG),
-            **self._spent,
+            **dict(zip(("answer_s", "answer_wire_bytes"), self._spent, strict=True)),
         }
         if self._control.rank == 0:
             try:

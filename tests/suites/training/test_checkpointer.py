@@ -14,6 +14,7 @@ from harness import run_in_process
 
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.training.checkpoint import files as module
+from tightwire.training.checkpoint import folders
 from tightwire.training.checkpoint.files import Checkpointer, Chunk
 from tightwire.training.checkpoint.folders import (
     CheckpointError,
@@ -140,10 +141,30 @@ def test_a_damaged_file_is_named_with_the_previous_checkpoint(
             check_files(folder, read_description(folder), rank=rank, world_size=3)
 
 
+def test_a_checkpoint_that_this_user_may_not_read_is_not_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    checkpoints = _checkpointer(tmp_path)
+    _save(checkpoints, 5)
+    _save(checkpoints, 10)
+    folder = folder_of(tmp_path, 10)
+    monkeypatch.setattr(folders, "file_crc", refuse)
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read: .*Permission denied; it may be whole: let this user read"
+    ):
+        check_files(folder, read_description(folder), rank=0, world_size=1)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(CheckpointError, match=r"not a readable checkpoint .*Permission denied; it may be whole"):
+        read_description(folder)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is not a checkpoint of .*; there is no earlier checkpoint"),
+        ("", "is not a readable checkpoint of .*; there is no earlier checkpoint"),
         ("[]", "has no format"),
         ('{"format": 1}', "has format 1, but this version reads format 3"),
         ('{"format": 3}', "is damaged; there is no earlier checkpoint"),
@@ -168,5 +189,5 @@ def test_partial_checkpoints_of_a_killed_run_are_removed(tmp_path: Path) -> None
 
 def test_another_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     folder_of(tmp_path, 5).mkdir()
-    with pytest.raises(CheckpointError, match="is not a checkpoint of `tightwire train`"):
+    with pytest.raises(CheckpointError, match="is not a readable checkpoint of `tightwire train`"):
         read_description(folder_of(tmp_path, 5))

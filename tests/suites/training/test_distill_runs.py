@@ -127,7 +127,7 @@ def test_the_target_asks_itself_and_another_run_learns_from_the_same_answers(tmp
         _train(_config(tmp_path, "distill.questions=250", "distill.top=8", "schedule.steps=3"))
 
 
-def test_damaged_answers_are_named_and_can_be_recorded_again(tmp_path: Path) -> None:
+def test_damaged_answers_are_named_and_can_be_recorded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(tmp_path, "schedule={steps: 1}")
     _train(config)
     rows, lines = (config.answers_folder / f"00000.{end}" for end in ("npz", "jsonl"))
@@ -142,6 +142,15 @@ def test_damaged_answers_are_named_and_can_be_recorded_again(tmp_path: Path) -> 
     lines.unlink()
     _train(config)
     assert {path: path.read_bytes() for path in (rows, lines)} == before
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(np, "load", refuse)
+    with pytest.raises(
+        ValueError, match=r"00000.jsonl: it or its .npz cannot be read \(.*denied\); let this user read it$"
+    ):
+        _train(config)
 
     (config.answers_folder / "settings.json").write_text("[]")
     with pytest.raises(ValueError, match="has answers that were recorded with target=None, not"):

@@ -49,8 +49,18 @@ def fails_in_the_third_call(completions: list[str], **_: Any) -> list[float]:
 _calls: list[int] = []
 
 
+def writes_to_what_it_gets(prompts: Any, completions: list[str], **_: Any) -> list[float]:
+    for prompt, text in zip(prompts, completions, strict=True):
+        prompt.append({"role": "assistant", "content": text})
+    return [float(len(prompt)) for prompt in prompts]
+
+
 def returns_nan(completions: list[str], **_: Any) -> list[float]:
     return [float("nan")] * len(completions)
+
+
+def returns_too_much(completions: list[str], **_: Any) -> list[float]:
+    return [-1e308] * len(completions)
 
 
 def returns_too_few(completions: list[str], **_: Any) -> list[float]:
@@ -188,7 +198,9 @@ def test_capped_logits_are_tempered_behind_the_cap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", ["grpo", "ppo"])
-def test_the_folder_of_a_reward_model_is_a_reward(tmp_path: Path, section: str) -> None:
+def test_the_folder_of_a_reward_model_is_a_reward(
+    tmp_path: Path, section: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = _config(tmp_path)
     turns = (("prompt", "user", "say {}"), ("chosen", "assistant", "yes {}"), ("rejected", "assistant", "no, never {}"))
     pairs = [{key: [{"role": role, "content": text.format(i)}] for key, role, text in turns} for i in range(60)]
@@ -204,16 +216,21 @@ def test_the_folder_of_a_reward_model_is_a_reward(tmp_path: Path, section: str) 
     )
     judge = tmp_path / "judge" / "adapter"
 
-    names = [str(judge), "test_grpo_runs:count_es"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = ["~/judge/adapter", "test_grpo_runs:count_es"]
     own = config.grpo if section == "grpo" else PpoConfig(answer_tokens=8)
-    _train(config.model_copy(update={section: own.model_copy(update={"rewards": names})}))
+    config = config.model_copy(update={section: own.model_copy(update={"rewards": names})})
+    onto_it = config.export.model_copy(update={"folder": str(judge)})
+    with pytest.raises(ValueError, match=r"export.folder: .* has the model ~/judge/adapter, which this run reads"):
+        _train(config.model_copy(update={"export": onto_it}))
+    _train(config)
 
     asked = RewardModel.open(judge, torch.device("cpu"))
     samples = _samples(config)
     assert all(sample["reward"] == sum(sample["rewards"].values()) for sample in samples)
-    assert len({sample["rewards"][str(judge)] for sample in samples}) > len(samples) // 2
+    assert len({sample["rewards"][names[0]] for sample in samples}) > len(samples) // 2
     sample = samples[-1]
-    assert asked([sample["prompt"]], [sample["answer"]]) == [pytest.approx(sample["rewards"][str(judge)], abs=1e-5)]
+    assert asked([sample["prompt"]], [sample["answer"]]) == [pytest.approx(sample["rewards"][names[0]], abs=1e-5)]
 
 
 def test_groups_with_equal_rewards_change_nothing(tmp_path: Path) -> None:
@@ -221,6 +238,11 @@ def test_groups_with_equal_rewards_change_nothing(tmp_path: Path) -> None:
     _train(config, 2)
 
     assert [(line["loss"], line["grad_norm"], line["even_groups"]) for line in log_lines(config)] == [(0, 0, 1)] * 2
+
+
+def test_a_reward_that_writes_to_a_prompt_changes_it_for_no_other_answer(tmp_path: Path) -> None:
+    _train(config := _config(tmp_path, "schedule={steps: 1, warmup_steps: 0}", reward="writes_to_what_it_gets"))
+    assert {(sample["reward"], len(sample["prompt"])) for sample in _samples(config)} == {(2.0, 1)}
 
 
 def test_scores_that_are_not_finite_end_the_run_and_the_checkpoint_before_is_published(
@@ -265,6 +287,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_weights_saved(tmp_path: Path)
     ("reward", "message"),
     [
         ("returns_nan", "is nan for the answer"),
+        ("returns_too_much", "is -1e.308 for the answer .*; the most is 1e15"),
         ("returns_too_few", "returned 1 numbers for 16 answers"),
         ("ends_the_program", r"failed: SystemExit\(3\)"),
     ],

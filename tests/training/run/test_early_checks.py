@@ -1,5 +1,6 @@
 """What a run lacks is found before torch is imported."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tightwire.training.run.early_checks import check_early
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("run=TMP/text.txt/run", "run: .*text.txt is not a folder in which you may create files"),
+        ("run=TMP/text.txt/run", "run: .*text.txt is not a folder in which you may read and create files"),
         ("model={start: smollm3}", "model.start: no such model: 'smollm3' is neither a file nor a folder"),
         ("data.files=[none.txt]", "no file matches none.txt .*or english-prose"),
         ("data.files=[TMP/empty.txt]", "data.files: there is no document in .*empty.txt"),
@@ -30,3 +31,13 @@ def test_checkpoints_are_refused_without_resuming(tmp_path: Path) -> None:
     (tmp_path / "run" / "step-00000003").mkdir(parents=True)
     with pytest.raises(OtherRunError, match="has checkpoints .step-00000003. but checkpoint.resume is false"):
         check_early(make_config(tmp_path, "checkpoint.resume=false"), Topology(0, 1))
+
+
+def test_a_folder_whose_checkpoints_cannot_be_listed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.R_OK)
+    check_early(make_config(tmp_path), Topology(0, 1))
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match="run: .*run cannot be used: .* read and create files"):
+        check_early(make_config(tmp_path), Topology(0, 1))
