@@ -10,8 +10,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tightwire.model.checkpoint.catalog import pull
+
+settings.register_profile("tests", deadline=None)  # no test asserts a speed
+settings.load_profile("tests")
 
 # Modules and collected tests stay to the end, so looking for garbage among them would be wasted time.
 gc.disable()

@@ -135,7 +135,7 @@ def test_threads_share_a_long_message(fmt: BlockFormat, num_threads: Callable[[i
     assert torch.equal(block_quant.decode_reduce_encode([buf, buf], fmt, fmt, len(x)), want)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, derandomize=True, database=None)
 @given(
     fmt=st.sampled_from(all_formats()),
     dtype=st.sampled_from(NUMBERS),
@@ -145,7 +145,7 @@ def test_any_numbers(fmt: BlockFormat, dtype: torch.dtype, numbers: list[float])
     _check(torch.tensor(numbers).to(dtype), fmt)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@settings(max_examples=50, derandomize=True, database=None)
 @given(fmt=st.sampled_from(all_formats()), seed=st.integers(0, 2**32))
 def test_any_bytes_decode_without_crashing(fmt: BlockFormat, seed: int) -> None:
     """A damaged message gives numbers, nonsense maybe, and writes nowhere else."""

@@ -46,7 +46,7 @@ def test_the_kernel_unpacks_as_the_reference(packed: PackedFormat, dtype: torch.
 
 
 @each_made_format
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.floats(-24.0, 4.0),

@@ -38,7 +38,7 @@ def test_the_bound_is_tight(group_elems: int) -> None:
         assert least < ratio.max() <= 1, format_id(fmt)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, derandomize=True, database=None)
 @given(
     fmt=st.sampled_from(all_formats()),
     numbers=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=140),

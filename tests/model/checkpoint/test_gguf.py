@@ -148,7 +148,7 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, int]:
     return path, path.read_bytes(), min(tensor.offset for tensor in GgufFile(path).tensors.values())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(place=st.floats(0, 1, exclude_max=True), value=st.binary(min_size=1, max_size=8))
 def test_a_damaged_header_is_read_or_refused_in_words(
     header: tuple[Path, bytes, int], place: float, value: bytes

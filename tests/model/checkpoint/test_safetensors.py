@@ -141,7 +141,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     return folder, (folder / "model.safetensors").read_bytes()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(place=st.floats(0, 1, exclude_max=True), value=st.binary(min_size=1, max_size=8))
 def test_a_damaged_header_is_read_or_refused_in_words(intact: tuple[Path, bytes], place: float, value: bytes) -> None:
     folder, data = intact

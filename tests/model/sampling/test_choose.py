@@ -121,7 +121,7 @@ def test_every_noise_of_a_tiny_vocabulary(changes: dict[str, Any], monkeypatch: 
     assert np.abs(got - share).max() < 0.02 and not got[share == 0].any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     levels=st.sampled_from([3, 1000]),
@@ -168,7 +168,7 @@ def random_row(chance: random.Random) -> Row:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
     levels=st.sampled_from([2, 9, 1000]),
@@ -246,7 +246,7 @@ def test_masses_are_told_only_where_a_token_is_before_the_best() -> None:
     assert sampler.gather.message_bytes == [3 * 8 * FRONT, 8 * (FRONT + 1)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     spread=st.sampled_from([0.0, 0.5, 3.0, 30.0]),

@@ -82,7 +82,7 @@ def front(logits: np.ndarray, scores: np.ndarray) -> list[int]:
     return sorted(kept, key=lambda i: -scores[i])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32 - 1), vocab=st.integers(1, 80), levels=st.sampled_from([1, 3, 1000]))
 def test_the_front_is_what_no_token_beats_twice(seed: int, vocab: int, levels: int) -> None:
     random = np.random.default_rng(seed)

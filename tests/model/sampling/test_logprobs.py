@@ -17,7 +17,7 @@ def scored(logits: torch.Tensor, targets: torch.Tensor, top_n: list[int]) -> lis
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 20), vocab=st.integers(1, 70), ties=st.booleans())
 def test_against_numpy(seed: int, rows: int, vocab: int, ties: bool) -> None:
     rng = np.random.default_rng(seed)

@@ -87,7 +87,7 @@ def banned_by_vllm(words: tuple[tuple[int, ...], ...], output: list[int]) -> set
     return banned
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     words=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), max_size=6).map(tuple),
     allowed=st.none() | st.lists(st.integers(0, 5), min_size=1).map(tuple),
@@ -139,7 +139,7 @@ def random_row(rng: random.Random, vocab: int) -> Row:
     )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(2, 24))
 def test_results_do_not_depend_on_the_batch(seed: int, num_rows: int) -> None:
     check_batch_independence(seed, num_rows, "cpu")
@@ -273,7 +273,7 @@ _tokens = st.lists(st.integers(0, VOCAB - 1), max_size=20)
 _penalty = st.sampled_from([-2.0, 0.0, 0.3, 2.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(
         st.tuples(_tokens, _tokens, _penalty, _penalty, st.sampled_from([0.5, 1.0, 1.7])), min_size=1, max_size=11

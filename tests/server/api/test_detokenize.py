@@ -70,7 +70,7 @@ def _stream(table: TokenTable, ids: list[int], **options: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(ids=_ids, skip=st.booleans())
 def test_stream_equals_decode_for_any_ids(name: str, ids: list[int], skip: bool) -> None:
     backend = BACKENDS[name]
@@ -88,7 +88,6 @@ def test_special_tokens_of_tool_calls_are_text_where_tools_may_be_called() -> No
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(deadline=None)
 @given(text=st.text(max_size=12))
 def test_emitted_text_never_changes(name: str, text: str) -> None:
     """What was emitted so far is always a prefix of the text: no temporary U+FFFD, nothing twice."""
@@ -163,7 +162,7 @@ def _reference(stops: list[str], text: str, *, include: bool) -> tuple[str, str 
     return text, None
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
     text=st.text("abc\n", max_size=20),

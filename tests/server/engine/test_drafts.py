@@ -89,7 +89,7 @@ def best_by_search(text: list[int]) -> tuple[list[int], float]:
     return best, most
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.lists(st.integers(0, 3), min_size=1, max_size=60))
 def test_suffix_drafts_what_a_search_of_everything_finds(text: list[int]) -> None:
     asked = request(text)
@@ -159,7 +159,7 @@ def test_the_oldest_answers_are_forgotten() -> None:
     assert drafter.draft(request([9, 30, 31]), 6) == [32, 33, 34]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     answers=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), max_size=6),
     text=st.lists(st.integers(0, 3), min_size=1, max_size=20),

@@ -396,7 +396,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(16, 40),

@@ -302,7 +302,7 @@ def test_admission_respects_the_blocks_of_a_step() -> None:
     assert list(shares(run(scheduler))) == ["late"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=12),
     num_blocks=st.integers(15, 40),

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 _ADAPTED = "^/v1/(responses|messages)"  # large bodies; tests/suites/http/test_odd_bodies.py tries more of them
 _settings = settings(
-    deadline=None,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
