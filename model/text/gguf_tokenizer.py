@@ -46,7 +46,8 @@ _WORDS: dict[str, pre_tokenizers.PreTokenizer] = {
     "tekken": _split_by(_TEKKEN_REGEX),
     "gpt-4o": _split_by(_GPT4O_REGEX),
 }
-_WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")  # a word that is a token is not merged from its parts
+_WITH_BOS = (*_LLAMA3_NAMES, "tekken")  # if the file does not say
+_WHOLE_WORDS = (*_WITH_BOS, "smaug-bpe")  # a word that is a token is not merged from its parts
 _NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # to NFC
 
 
@@ -146,8 +147,7 @@ def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
 def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str, str]) -> None:
     """Set the tokens that ``encode(..., add_special_tokens=True)`` adds; missing keys get llama.cpp's defaults."""
     is_llama2 = file.get("tokenizer.ggml.model") == "llama"
-    has_whole_words = file.get("tokenizer.ggml.pre") in _WHOLE_WORDS
-    add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or has_whole_words)
+    add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or file.get("tokenizer.ggml.pre") in _WITH_BOS)
     add_eos = file.get("tokenizer.ggml.add_eos_token", False)
     bos = special_tokens.get("bos_token") if add_bos else None
     eos = special_tokens.get("eos_token") if add_eos else None

@@ -179,6 +179,12 @@ def test_llama3_word_cutting(pre: str, tmp_path: Path) -> None:
     assert tokenizer.encode("", add_special_tokens=True) == [1]  # Llama 3 files leave add_bos_token out
 
 
+@pytest.mark.parametrize("pre", ["llama-bpe", "smaug-bpe", "tekken"])  # smaug-bpe: SmolLM3, and Llama 3 without a BOS
+def test_a_word_that_is_a_token_stays_whole(pre: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_from_gguf(write_metadata(tmp_path / "m.gguf", "gpt2", pre=pre), CONFIG)
+    assert tokenizer.encode("ll", add_special_tokens=False) == [PIECES.index("ll")]  # no merge makes it
+
+
 @pytest.mark.parametrize(
     ("model", "pre", "named"),
     [
