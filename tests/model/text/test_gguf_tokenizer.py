@@ -89,8 +89,10 @@ def types_and_scores() -> tuple[list[int], list[float]]:
     return [int(kind) for kind in types], scores
 
 
-def write_metadata(path: Path, model: str, *, pre: str | None = None, space: bool | None = None) -> GgufFile:
-    writer = gguf.GGUFWriter(path, "llama")
+def write_metadata(
+    path: Path, model: str, *, pre: str | None = None, space: bool | None = None, arch: str = "llama"
+) -> GgufFile:
+    writer = gguf.GGUFWriter(path, arch)
     types, scores = types_and_scores()
     writer.add_tokenizer_model(model)
     if pre is not None:
@@ -148,6 +150,14 @@ def test_sentencepiece_special_tokens(tmp_path: Path) -> None:
     assert ids == [*sentencepiece(" hello"), 2, tag, *sentencepiece("  world")]
     assert tokenizer.decode(ids, skip_special_tokens=True).startswith("hello<tag>")
     assert tokenizer.decode([0, 1, 2]) == ""
+
+
+def test_phi3_strips_spaces_after_special_tokens(tmp_path: Path) -> None:
+    """Its files do not say so, and its chat template writes a line break after each."""
+    tokenizer = tokenizer_from_gguf(write_metadata(tmp_path / "m.gguf", "llama", arch="phi3"), CONFIG)
+    after_end, after_start = (tokenizer.encode(f"{token}\n hello", False) for token in ("</s>", "<s>"))
+    assert after_end == [2, *sentencepiece(" hello")]
+    assert after_start == [1, *sentencepiece(" \n hello")]
 
 
 @pytest.mark.parametrize(
