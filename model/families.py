@@ -39,7 +39,7 @@ class Family:
     keys: Mapping[str, Key] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     gguf_fixed: Mapping[str, Callable[[Fields], Any]] = field(default_factory=dict)  # what GGUF files leave out
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that a config.json may leave out
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys of config.json that a file may leave out
     # Of so many layers the last one attends to all tokens and the others to a window; 1: all have the window; 0: none has.
     full_every: int = 0
     nope_every: int = 0  # of so many layers the last one has no rotary embedding; 0: all have one
@@ -176,7 +176,7 @@ FAMILIES: tuple[Family, ...] = (
         names=Names("Gemma 3", "Gemma3ForCausalLM", "gemma3_text", "gemma3"),
         keys={**_GEMMA_KEYS, "local_rope_theta": Key("rope_local_base_freq", "rope.freq_base_swa")},
         fixed={**_GEMMA, "qk_norm": "heads"},
-        gguf_fixed={"score_scale": partial(_gemma_scale, 62), "local_rope_theta": lambda fields: 10000.0},
+        gguf_fixed={"score_scale": partial(_gemma_scale, 62)},
         defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072},
         full_every=6,
     ),

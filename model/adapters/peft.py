@@ -152,9 +152,9 @@ def _rank_and_scale(settings: Mapping[str, Any], module: str) -> tuple[int, floa
 
 
 def _pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of the module's name."""
+    """The value of the first pattern that matches the end of the module's name, or after ``^`` all of it."""
     for pattern, value in (patterns or {}).items():
-        if re.match(pattern if pattern.startswith("^") else rf"(.*\.)?({pattern})$", module):
+        if re.match(rf"(.*\.)?({pattern})$", module):
             return value
     return default
 

@@ -50,7 +50,7 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
     if file.size("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{file.arch}.attention.value_length differs from head size {head_dim}")
     for name, key in family.keys.items():
-        if key.gguf is not None and (value := file.own(key.gguf)):
+        if key.gguf is not None and (value := file.own(key.gguf, family.defaults.get(key.hf or ""))):
             fields[name] = shortest_float(value) ** key.power
     if file.own("attention.temperature_scale"):  # temperatures of attention are 1 in the original context
         fields["max_positions"] = min(fields["max_positions"], file.size("rope.scaling.original_context_length"))
@@ -84,10 +84,10 @@ def _family(file: GgufFile) -> Family:
 
 def _windows(file: GgufFile, family: Family, num_layers: int) -> dict[str, Any]:
     """Return the layers with a window, as the file or else the family says, and those without rotary embedding."""
-    layers, found = range(num_layers), dict[str, Any]()
-    if family.nope_every:
-        found["nope"] = tuple(layer for layer in layers if (layer + 1) % family.nope_every == 0)
-    if family.full_every and (window := file.own("attention.sliding_window")):
+    layers, nope_every = range(num_layers), family.nope_every
+    found: dict[str, Any] = {"nope": tuple(layer for layer in layers if nope_every and (layer + 1) % nope_every == 0)}
+    usual = family.defaults["sliding_window"] if family.full_every > 1 else 0  # Gemma 2's first files have none
+    if family.full_every and (window := file.own("attention.sliding_window", usual)):
         every = file.own("attention.sliding_window_pattern", 0 if family.full_every == 1 else family.full_every)
         flags = every if isinstance(every, list) else [not every or (layer + 1) % every for layer in layers]
         found |= {"window": int(window), "sliding": tuple(layer for layer in layers if flags[layer])}

@@ -1,6 +1,6 @@
 """Reads a Hugging Face config.json as ``LlamaConfig``, and writes one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -53,8 +53,8 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     return LlamaConfig(
         **fields,
         dtype=dtype,
-        bos_token_id=next(iter(_ids("bos_token_id", fields, config.get("bos_token_id"))), None),
-        eos_token_ids=_ids("eos_token_id", fields, generation.get("eos_token_id"), config.get("eos_token_id")),
+        bos_token_id=next(iter(_ids("bos_token_id", fields, config)), None),
+        eos_token_ids=_ids("eos_token_id", fields, generation, config),
     )
 
 
@@ -136,13 +136,13 @@ def _windows(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any
     return found
 
 
-def _ids(key: str, fields: Mapping[str, Any], *values: int | Sequence[int] | None) -> tuple[int, ...]:
+def _ids(key: str, fields: Mapping[str, Any], *files: Mapping[str, Any]) -> tuple[int, ...]:
     """Return all ids in order, without duplicates."""
-    ids: list[int] = []
-    for value in values:
-        ids += [value] if isinstance(value, int) else list(value or ())
+    values = (file.get(key) for file in files)
+    ids = [token_id for value in values for token_id in ([value] if isinstance(value, int) else value or ())]
     if not all(isinstance(token_id, int) and 0 <= token_id < fields["vocab_size"] for token_id in ids):
-        raise ModelError(f"{key} must be a token id below {fields['vocab_size']} or a list of them, got {ids}")
+        found = f"got {ids}{' with those of its generation file' if len(files) > 1 else ''}"
+        raise ModelError(f"{key} must be a token id below {fields['vocab_size']} or a list of them, {found}")
     return tuple(dict.fromkeys(ids))
 
 

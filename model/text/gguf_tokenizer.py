@@ -46,7 +46,9 @@ _WORDS: dict[str, pre_tokenizers.PreTokenizer] = {
     "tekken": _split_by(_TEKKEN_REGEX),
     "gpt-4o": _split_by(_GPT4O_REGEX),
 }
-_WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")  # a word that is a token is not merged from its parts
+_WITH_BOS = (*_LLAMA3_NAMES, "tekken")  # if the file does not say
+_WHOLE_WORDS = (*_WITH_BOS, "smaug-bpe")  # a word that is a token is not merged from its parts
+_UNSTRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3 strips spaces after its other tokens, which files do not say
 _NORMALIZED = ("qwen2", "deepseek-r1-qwen")  # to NFC
 
 
@@ -76,7 +78,7 @@ def _tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
         backend = _sentencepiece(file, tokens)
     else:
         raise ModelError(f"tokenizer model {kind!r} is not supported; supported: gpt2, llama")
-    _add_special(backend, tokens, types)
+    _add_special(backend, tokens, types, strips=file.arch == "phi3" and kind == "llama")
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     special_tokens = {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
@@ -134,20 +136,18 @@ def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tupl
     return merges
 
 
-def _add_special(backend: Backend, tokens: list[str], types: list[int]) -> None:
-    """Add control tokens, which decoding omits, and user-defined tokens, which are text that is never split."""
+def _add_special(backend: Backend, tokens: list[str], types: list[int], *, strips: bool) -> None:
+    """Add control tokens, which decoding omits, and user-defined ones, text never split. ``strips``: spaces after them."""
     for kind in (_CONTROL, _UNKNOWN, _USER_DEFINED):
-        special = kind != _USER_DEFINED
-        chosen = [token for token, own in zip(tokens, types, strict=False) if own == kind]
-        add = backend.add_special_tokens if special else backend.add_tokens
-        add([AddedToken(token, special=special, normalized=False) for token in chosen])
+        chosen = (token for token, own in zip(tokens, types, strict=False) if own == kind)
+        like = {"special": kind != _USER_DEFINED, "normalized": False}
+        backend.add_tokens([AddedToken(token, **like, rstrip=strips and token not in _UNSTRIPPED) for token in chosen])
 
 
 def _add_bos_and_eos(backend: Backend, file: GgufFile, special_tokens: dict[str, str]) -> None:
     """Set the tokens that ``encode(..., add_special_tokens=True)`` adds; missing keys get llama.cpp's defaults."""
     is_llama2 = file.get("tokenizer.ggml.model") == "llama"
-    has_whole_words = file.get("tokenizer.ggml.pre") in _WHOLE_WORDS
-    add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or has_whole_words)
+    add_bos = file.get("tokenizer.ggml.add_bos_token", is_llama2 or file.get("tokenizer.ggml.pre") in _WITH_BOS)
     add_eos = file.get("tokenizer.ggml.add_eos_token", False)
     bos = special_tokens.get("bos_token") if add_bos else None
     eos = special_tokens.get("eos_token") if add_eos else None

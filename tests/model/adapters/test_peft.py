@@ -38,11 +38,15 @@ def _edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]
 
 def test_scales_and_ranks_of_modules(config: LlamaConfig, tmp_path: Path) -> None:
     folder = make_adapter(tmp_path, config, rank=4, ranks={"v_proj": 2, "down_proj": 8}, alpha=6)
-    _edit(folder, alpha_pattern={"layers.1.self_attn.q_proj": 5})
+    # PEFT's patterns match whole names, also those that begin with ^.
+    _edit(
+        folder, alpha_pattern={"^model.layers.0": 7, "layers.1.self_attn.q_proj": 5, "^model.layers.1.mlp.up_proj": 3}
+    )
     adapter = open_adapter(folder, config)
     assert adapter.rank == 8 and len(adapter.modules) == 7 * config.num_layers
     assert adapter.modules["model.layers.0.self_attn.q_proj"] == (4, 6 / 4)
     assert adapter.modules["model.layers.1.self_attn.q_proj"] == (4, 5 / 4)
+    assert adapter.modules["model.layers.1.mlp.up_proj"] == (4, 3 / 4)
     assert adapter.modules["model.layers.1.mlp.down_proj"] == (8, 6 / 8)
     _edit(folder, use_rslora=True)
     assert open_adapter(folder, config).modules["model.layers.0.self_attn.v_proj"] == (2, 6 / math.sqrt(2))

@@ -146,6 +146,8 @@ def test_end_tokens_of_both_files(in_config: Any, in_generation: Any, want: tupl
     generation = None if in_generation is None else {"eos_token_id": in_generation}
     raw = tiny_config(eos_token_id=in_config, vocab_size=128256)
     assert config_from_hf(raw, generation).eos_token_ids == want
+    with pytest.raises(ModelError, match=r"eos_token_id must be .*128256\] with those of its generation file"):
+        config_from_hf({**raw, "eos_token_id": None}, {"eos_token_id": [1, 128256]})
 
 
 _GEMMA_3 = {"architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}

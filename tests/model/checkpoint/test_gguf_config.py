@@ -44,6 +44,14 @@ def test_the_file_says_which_layers_have_a_window(
     assert (config.window, config.sliding) == (20, sliding)
 
 
+def test_the_first_files_of_gemma2_leave_out_its_caps_and_window(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "m.gguf", "gemma2")
+    assert (config.score_cap, config.logits_cap, config.window, config.sliding) == (50.0, 30.0, 4096, (0,))
+    caps = {f"{name}_logit_softcapping": number(size, "f") for name, size in (("attn", 20.0), ("final", 10.0))}
+    config = config_of(tmp_path / "n.gguf", "gemma2", **caps)
+    assert (config.score_cap, config.logits_cap) == (20.0, 10.0)
+
+
 def test_a_pattern_of_too_few_layers_is_refused(tmp_path: Path) -> None:
     given = {"attention__sliding_window": number(20), "attention__sliding_window_pattern": numbers([1])}
     with pytest.raises(ModelError, match=r"m\.gguf: its metadata is damaged"):

@@ -89,8 +89,10 @@ def types_and_scores() -> tuple[list[int], list[float]]:
     return [int(kind) for kind in types], scores
 
 
-def write_metadata(path: Path, model: str, *, pre: str | None = None, space: bool | None = None) -> GgufFile:
-    writer = gguf.GGUFWriter(path, "llama")
+def write_metadata(
+    path: Path, model: str, *, pre: str | None = None, space: bool | None = None, arch: str = "llama"
+) -> GgufFile:
+    writer = gguf.GGUFWriter(path, arch)
     types, scores = types_and_scores()
     writer.add_tokenizer_model(model)
     if pre is not None:
@@ -150,6 +152,14 @@ def test_sentencepiece_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.decode([0, 1, 2]) == ""
 
 
+def test_phi3_strips_spaces_after_special_tokens(tmp_path: Path) -> None:
+    """Its files do not say so, and its chat template writes a line break after each."""
+    tokenizer = tokenizer_from_gguf(write_metadata(tmp_path / "m.gguf", "llama", arch="phi3"), CONFIG)
+    after_end, after_start = (tokenizer.encode(f"{token}\n hello", False) for token in ("</s>", "<s>"))
+    assert after_end == [2, *sentencepiece(" hello")]
+    assert after_start == [1, *sentencepiece(" \n hello")]
+
+
 @pytest.mark.parametrize(
     ("pre", "words"),
     [
@@ -177,6 +187,12 @@ def test_llama3_word_cutting(pre: str, tmp_path: Path) -> None:
     words = [word for word, _ in tokenizer.backend.pre_tokenizer.pre_tokenize_str("I'M 12345 x=y;\n\n  ok")]
     assert words == ["I", "'M", "Ġ", "123", "45", "Ġx", "=y", ";ĊĊ", "Ġ", "Ġok"]
     assert tokenizer.encode("", add_special_tokens=True) == [1]  # Llama 3 files leave add_bos_token out
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "smaug-bpe", "tekken"])  # smaug-bpe: SmolLM3, and Llama 3 without a BOS
+def test_a_word_that_is_a_token_stays_whole(pre: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_from_gguf(write_metadata(tmp_path / "m.gguf", "gpt2", pre=pre), CONFIG)
+    assert tokenizer.encode("ll", add_special_tokens=False) == [PIECES.index("ll")]  # no merge makes it
 
 
 @pytest.mark.parametrize(
