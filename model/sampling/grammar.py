@@ -76,7 +76,7 @@ def grammar_error(grammar: str) -> str | None:
         if float(number) <= _LOWEST:
             return f"it has the number {number[:40]}, which is too low; give numbers above {_LOWEST:.0f}"
     is_error, messages = _with_large_stack(lambda: LLMatcher.validate_grammar_with_warnings(grammar))
-    return messages[0] if is_error else None
+    return re.sub(r"Enable 'coerce_one_of'.*", "Use anyOf", messages[0]) if is_error else None
 
 
 def _with_large_stack(work: Callable[[], T]) -> T:

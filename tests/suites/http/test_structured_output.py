@@ -138,6 +138,7 @@ IN_SCHEMA = "response_format.json_schema.schema"
             "Unknown format: zip",
         ),
         (_schema({"$ref": "#/$defs/y"}), IN_SCHEMA, "does not exist"),
+        (_schema({"oneOf": [{"const": 1}, {"const": 2}]}), IN_SCHEMA, "oneOf constraints are not supported. Use anyOf"),
         (_schema({"properties": {"a": {"pattern": "(?=a)"}}}), f"{IN_SCHEMA}.properties.a", "look-around"),
         (_schema({"type": "integer", "minimum": 5, "maximum": 2}), IN_SCHEMA, "greater than maximum"),
         (_schema([]), f"{IN_SCHEMA}", "dictionary"),
