@@ -72,9 +72,13 @@ def served(*options: str) -> Callable[[Machine], Any]:
 
 def stream(machine: Machine) -> Any:
     """Steps with layers from pinned memory, and the rate of a copy from it."""
-    copies = machine.run((sys.executable, "-m", "tightwire.server.plan.gpu_copies", "1"))
-    result = _streamed(machine, machine.sizes.model, *machine.sizes.layers)
-    return {**result, "copy_bytes_per_s": json.loads(copies.strip().splitlines()[-1])[0]}
+    copies = machine.run((sys.executable, "-m", "tightwire.server.plan.gpu_copies", "1"), into=SITE / "copies.json")
+    rate = {"copy_bytes_per_s": json.loads(copies.splitlines()[-1])[0]}
+    try:
+        return {**_streamed(machine, machine.sizes.model, *machine.sizes.layers), **rate}
+    except CommandError as error:  # the rate is also that of 70B's
+        error.figures = {**(error.figures or {}), **rate}
+        raise
 
 
 def stream_70b(machine: Machine) -> Any:
