@@ -42,7 +42,7 @@ def _stage(name: str, program: str, limit_s: float = 60.0) -> Stage:
     return Stage(name, lambda machine: machine.figures(*_python(program)), limit_s)
 
 
-def _raises(error: Exception) -> Any:
+def _raises(error: BaseException) -> Any:
     def run(machine: Machine | None) -> None:
         raise error
 
@@ -275,6 +275,31 @@ def test_wheels_are_installed_for_packages_that_are_missing(tmp_path: Path, monk
     monkeypatch.setattr(gpu_check, "PACKAGES", ["numpy", "one-more"])
     with pytest.raises(RuntimeError, match="missing: one-more; `make gpu-wheels`"):
         install_wheels(machine)
+
+
+def test_what_was_measured_before_a_stages_time_was_over_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = CommandError("took longer than its stage may")
+    monkeypatch.setattr(_Recorder, "figures", lambda *_, **__: _raises(late)(None))
+    with pytest.raises(CommandError) as streamed:
+        gpu_stages.stream(_Recorder(tmp_path, FULL))
+    assert streamed.value.figures == {"copy_bytes_per_s": 1.0}
+    monkeypatch.setattr(gpu_programs, "_prompt_s", lambda *_: 2.0)
+    monkeypatch.setattr(gpu_programs, "time_transformers", lambda *_: _raises(KeyboardInterrupt())(None))
+    with pytest.raises(KeyboardInterrupt):
+        gpu_programs.transformers(**FULL.transformers)
+    assert last_json(capsys.readouterr().out) == {"prompt_s": 2.0}
+
+
+def test_where_nothing_is_kept_it_goes_on_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine may be lent."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(gpu_check, "SITE", tmp_path / "site")
+    monkeypatch.setattr(gpu_check, "STAGES", (Stage("one", lambda _: 1, 60.0),))
+    monkeypatch.setattr(gpu_check, "install_wheels", lambda _: [])
+    assert gpu_check.main(["--go-on"]) == 0
+    assert list(json.loads((tmp_path / "results.json").read_text())["stages"]) == ["packages", "one"]
 
 
 def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
