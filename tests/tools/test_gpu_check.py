@@ -139,6 +139,25 @@ def test_standard_output_is_kept_apart_where_it_is_asked_for(tmp_path: Path) -> 
     assert "a warning" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.parametrize("passes_apart", [True, False])
+def test_kernels_do_not_overlap_where_tests_pass_only_so(
+    passes_apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, seen = Machine(tmp_path), list[Sequence[str]]()
+
+    def run(self: Machine, command: Sequence[str], *, environment: Any = gpu_machine.NOTHING) -> str:
+        seen.append(command)
+        if passes_apart and environment == {"TIGHTWIRE_OVERLAP": "0"}:
+            return "1 passed"
+        raise CommandError("ended with 1", "tests/gpu/a.py::b[1] PASSED\nFAILED tests/gpu/a.py::c[2] - wrong\n")
+
+    monkeypatch.setattr(Machine, "run", run)
+    with pytest.raises(CommandError, match="OVERLAP=0" if passes_apart else "ended with 1") as failed:
+        gpu_stages.decode(machine)
+    assert seen[1][-1] == "tests/gpu/a.py::c[2]" and failed.value.figures["passed"] == 1
+    assert machine.environment.get("TIGHTWIRE_OVERLAP") == ("0" if passes_apart else None)
+
+
 def test_a_busy_port_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(gpu_machine, "PORT", str(taken.getsockname()[1]))
