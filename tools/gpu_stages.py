@@ -218,8 +218,9 @@ def of_two(run: Callable[[Machine], Any]) -> Callable[[Machine], Any]:
 _DECODE = tests("tests of decode", "gpu/test_decode_graphs")
 STAGES = (
     Stage("facts", facts, 60),
-    Stage("tests of decode", decode, 120),
+    # Before tests, whose other side is the CPU's.
     Stage("build", lambda machine: machine.run((sys.executable, "-c", _BUILD)).split()[-1], 120),
+    Stage("tests of decode", decode, 120),
     Stage("decode and prefill", roofline, 200),
     Stage("codecs", lambda machine: bench(machine, "kernels", *_CUDA, *machine.sizes.kernels), 160),
     Stage("packed products", lambda machine: program(machine, "products", machine.sizes.products), 120),
