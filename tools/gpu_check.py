@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for folder in (out, SITE):
         folder.mkdir(parents=True, exist_ok=True)
     kept = SITE / ("rehearsal.json" if args.rehearse else "results.json")
-    known = json.loads(kept.read_text())["stages"] if args.go_on else {}
+    known = json.loads(kept.read_text())["stages"] if args.go_on and kept.exists() else {}
     again = set(wanted) if args.stages else {name for name, each in known.items() if each["status"] == "skipped"}
     known = {name: each for name, each in known.items() if name not in again}
     machine = Machine(out, SMALL if args.rehearse else FULL, emulated=args.rehearse)

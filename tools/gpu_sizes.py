@@ -49,7 +49,7 @@ FULL = Sizes(
     roofline=("--prompt-len", "8000", "--batched-tokens", "4096"),
     kernels=("--sizes", "32MiB", "--repeats", "20", "--seconds-per-arm", "0.5"),
     products={
-        "shapes": [[6144, 4096], [4096, 4096], [28672, 4096], [4096, 14336]],
+        "shapes": [[28672, 4096], [4096, 14336], [6144, 4096], [4096, 4096]],
         "repeats": 20,
         "all_bytes": 128 << 20,
     },

@@ -16,8 +16,8 @@ OPERATIONS = ("encode", "decode", "decode-add", "decode-reduce-encode")
 _MAX_SETS = 16
 _SETS_BYTES = 256 << 20  # more than any GPU's last cache
 _NUM_SUMMED = 4  # messages that decode-reduce-encode adds
-_WARM_UP_CALLS = 3
 _CALLS_PER_GRAPH = 20
+_WARM_UP_S = 0.1  # of a GPU: the clock of one that waited, for a compilation too, rises only under load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ def seconds_per_call(
     call: Callable[[int], object], device: torch.device, *, repeats: int, limit_s: float
 ) -> list[float]:
     """Seconds of one call, ``repeats`` times or as often as fit into ``limit_s``, but at least three times."""
-    for i in range(_WARM_UP_CALLS):
+    for i in range(3):
         call(i)  # compiles, too
     samples: list[float] = []
 
@@ -129,9 +129,7 @@ def _graph_sampler(call: Callable[[int], object], device: torch.device) -> Calla
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         call(0)
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph(), stream=stream):
         for i in range(_CALLS_PER_GRAPH):
             call(i)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -143,5 +141,7 @@ def _graph_sampler(call: Callable[[int], object], device: torch.device) -> Calla
         end.synchronize()
         return start.elapsed_time(end) / 1e3 / _CALLS_PER_GRAPH
 
-    sample()
+    begin = time.monotonic()
+    while time.monotonic() < begin + _WARM_UP_S:
+        sample()
     return sample

@@ -42,7 +42,7 @@ def _stage(name: str, program: str, limit_s: float = 60.0) -> Stage:
     return Stage(name, lambda machine: machine.figures(*_python(program)), limit_s)
 
 
-def _raises(error: Exception) -> Any:
+def _raises(error: BaseException) -> Any:
     def run(machine: Machine | None) -> None:
         raise error
 
@@ -137,6 +137,25 @@ def test_standard_output_is_kept_apart_where_it_is_asked_for(tmp_path: Path) -> 
     program = "import sys; print('answer'); sys.stderr.write('a warning')"
     assert Machine(tmp_path).run(_python(program), into=tmp_path / "answer") == "answer\n"
     assert "a warning" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("passes_apart", [True, False])
+def test_kernels_do_not_overlap_where_tests_pass_only_so(
+    passes_apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, seen = Machine(tmp_path), list[Sequence[str]]()
+
+    def run(self: Machine, command: Sequence[str], *, environment: Any = gpu_machine.NOTHING) -> str:
+        seen.append(command)
+        if passes_apart and environment == {"TIGHTWIRE_OVERLAP": "0"}:
+            return "1 passed"
+        raise CommandError("ended with 1", "tests/gpu/a.py::b[1] PASSED\nFAILED tests/gpu/a.py::c[2] - wrong\n")
+
+    monkeypatch.setattr(Machine, "run", run)
+    with pytest.raises(CommandError, match="OVERLAP=0" if passes_apart else "ended with 1") as failed:
+        gpu_stages.decode(machine)
+    assert seen[1][-1] == "tests/gpu/a.py::c[2]" and failed.value.figures["passed"] == 1
+    assert machine.environment.get("TIGHTWIRE_OVERLAP") == ("0" if passes_apart else None)
 
 
 def test_a_busy_port_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,6 +294,31 @@ def test_wheels_are_installed_for_packages_that_are_missing(tmp_path: Path, monk
     monkeypatch.setattr(gpu_check, "PACKAGES", ["numpy", "one-more"])
     with pytest.raises(RuntimeError, match="missing: one-more; `make gpu-wheels`"):
         install_wheels(machine)
+
+
+def test_what_was_measured_before_a_stages_time_was_over_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = CommandError("took longer than its stage may")
+    monkeypatch.setattr(_Recorder, "figures", lambda *_, **__: _raises(late)(None))
+    with pytest.raises(CommandError) as streamed:
+        gpu_stages.stream(_Recorder(tmp_path, FULL))
+    assert streamed.value.figures == {"copy_bytes_per_s": 1.0}
+    monkeypatch.setattr(gpu_programs, "_prompt_s", lambda *_: 2.0)
+    monkeypatch.setattr(gpu_programs, "time_transformers", lambda *_: _raises(KeyboardInterrupt())(None))
+    with pytest.raises(KeyboardInterrupt):
+        gpu_programs.transformers(**FULL.transformers)
+    assert last_json(capsys.readouterr().out) == {"prompt_s": 2.0}
+
+
+def test_where_nothing_is_kept_it_goes_on_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine may be lent."""
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(gpu_check, "SITE", tmp_path / "site")
+    monkeypatch.setattr(gpu_check, "STAGES", (Stage("one", lambda _: 1, 60.0),))
+    monkeypatch.setattr(gpu_check, "install_wheels", lambda _: [])
+    assert gpu_check.main(["--go-on"]) == 0
+    assert list(json.loads((tmp_path / "results.json").read_text())["stages"]) == ["packages", "one"]
 
 
 def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,16 @@
 
 import csv
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from tightwire.bench import cli
+from tightwire.bench.kernels import arms
 from tightwire.bench.kernels.arms import OPERATIONS
 from tightwire.kernels import block_quant
 from tightwire.kernels.spec.block_format import BlockFormat
@@ -62,3 +65,25 @@ def test_bad_options_are_refused(args: list[str], message: str, capsys: pytest.C
         cli.main(["kernels", "--device", "cpu", *args])
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_gpu_has_its_clock_when_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twentieth of a second of replays is not timed; here it runs at half its clock for that long."""
+    now_s = [0.0]
+
+    def replay() -> None:
+        now_s[0] += 0.002 if now_s[0] < 0.05 else 0.001
+
+    def event(**_: object) -> SimpleNamespace:
+        own = SimpleNamespace(at_s=0.0, synchronize=lambda: None)
+        own.record = lambda: setattr(own, "at_s", now_s[0])
+        own.elapsed_time = lambda end: 1e3 * (end.at_s - own.at_s)
+        return own
+
+    fake = {"Stream": lambda device: SimpleNamespace(synchronize=lambda: None), "stream": nullcontext, "Event": event}
+    fake |= {"CUDAGraph": lambda: SimpleNamespace(replay=replay), "graph": lambda graph, stream: nullcontext()}
+    for name, value in fake.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(arms, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    seconds = arms.seconds_per_call(lambda i: None, torch.device("cuda"), repeats=20, limit_s=1.0)
+    assert seconds == pytest.approx(20 * [0.001 / 20])

@@ -1,10 +1,14 @@
 import json
+import timeit
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import make_tiny
 
 from tightwire.bench import cli
+from tightwire.bench.lab.peers import roofline
 from tightwire.bench.lab.peers.options import RooflineOptions
 from tightwire.bench.lab.peers.roofline import bytes_of_token, summarize
 from tightwire.model.layout import make_layout
@@ -31,6 +35,14 @@ def test_shares_are_of_the_rates_of_the_device() -> None:
 
     assert (token["share"], crowd["tokens_per_s"]) == (0.5, 9.0)
     assert prompt["share"] == pytest.approx(0.25, rel=1e-3)  # attention to one token adds little
+
+
+def test_a_gpu_has_its_clock_when_its_rates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It rises under load, here in the time of 40 copies."""
+    now_s = [0.0]
+    monkeypatch.setattr(timeit, "repeat", partial(timeit.repeat, timer=lambda: now_s[0]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now_s.__setitem__(0, now_s[0] + (2 if now_s[0] < 80 else 1)))
+    assert roofline._least_s(lambda: None, "cuda") == 1
 
 
 def test_a_token_reads_each_weight_once_but_not_an_embedding_table_of_its_own(tmp_path: Path) -> None:
