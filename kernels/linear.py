@@ -10,6 +10,10 @@ from tightwire.kernels.packed import dequantize, triton_kernels
 from tightwire.kernels.spec.layer_ops import linear_reference
 from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, Weight
 
+# torch lets a GPU round the parts of a long sum to 16 bits, where float16 may overflow.
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
 # Numbers of packed weights that are unpacked at a time for torch's product: 32 MiB of 16 bits, and enough rows for all its units.
 _UNPACKED_ELEMS = 1 << 24
 

@@ -226,9 +226,11 @@ STAGES = (
     Stage("packed products", lambda machine: program(machine, "products", machine.sizes.products), 120),
     Stage("int4", int4, 170),
     Stage("stream", stream, 120),
-    tests("tests of kernels", "gpu/test_layer_kernels", "gpu/test_block_quant", "gpu/test_packed_model"),
-    tests("tests of models", "gpu/test_stages", "gpu/test_partition", "gpu/test_drafts"),
     Stage("transformers", transformers, 150),
+    Stage("stream 70B", stream_70b, 150),
+    tests("tests of kernels", "gpu/test_layer_kernels", "gpu/test_block_quant", "gpu/test_packed_model"),
+    Stage("train", train, 120),
+    tests("tests of models", "gpu/test_stages", "gpu/test_partition", "gpu/test_drafts"),
     Stage("sums over peer memory", sums("peer-memory"), 120),
     Stage("sums over NCCL", sums("process-group"), 120),
     Stage(
@@ -239,8 +241,6 @@ STAGES = (
     Stage("answers of two", of_two(answers((*_CUDA, "--tp", "1"), (*_CUDA, "--tp", "2"))), 100),
     Stage("serve of two", of_two(served("--tp", "2")), 150),
     Stage("serve", served(), 150),
-    Stage("train", train, 120),
-    Stage("stream 70B", stream_70b, 150),
     tests(
         "tests of the rest",
         *("gpu/test_rules", "gpu/test_attention", "gpu/test_decode_waits"),

@@ -55,6 +55,11 @@ def test_a_row_does_not_depend_on_the_others_or_on_threads(
         assert torch.equal(linear(x[first:last], weight), whole[first:last])
 
 
+def test_torch_may_not_round_the_parts_of_a_gpus_sums() -> None:
+    matmul = torch.backends.cuda.matmul
+    assert not matmul.allow_bf16_reduced_precision_reduction and not matmul.allow_fp16_reduced_precision_reduction
+
+
 def test_a_last_row_that_a_thread_prepares_alone_is_that_of_the_whole(num_threads: Callable[[int], None]) -> None:
     """The 257th row is the only one of its sixteen, and of its thread's share."""
     weight, x = _random(64, 4096, dtype=torch.bfloat16), _random(257, 4096, dtype=torch.bfloat16, seed=2)
