@@ -85,13 +85,14 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
 
 def _grammar(body: GenerationBody) -> str:
     """The grammar of the answer; empty: none. Raises ApiError 400."""
-    calls = isinstance(body, ChatBody) and body.demands_calls
-    # OpenAI's response_format is the form of an answer's text, and demanded calls are no text.
-    grammar = structured_grammar(None if calls else body.response_format, body.structured_outputs)
+    grammar = ""
     if isinstance(body, ChatBody) and body.demands_calls:
-        if grammar:
+        # OpenAI's response_format is the form of an answer's text, and demanded calls are no text.
+        if body.structured_outputs is not None:
             raise invalid("tool_choice demands calls, so the answer has no other form; leave one out", "tool_choice")
         grammar = tool_grammar(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
+    elif body.response_format is not None or body.structured_outputs is not None:
+        grammar = structured_grammar(body.response_format, body.structured_outputs)
     if grammar and body.ignore_eos:
         raise invalid("ignore_eos continues an answer whose form says where it ends; leave it out", param="ignore_eos")
     return grammar

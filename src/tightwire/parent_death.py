@@ -21,7 +21,7 @@ _LOOK_S = 0.5
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel send ``signal_number`` when the thread that started this process ends. Usable as a ``preexec_fn``."""
+    """Have the kernel send ``signal_number`` (0: none) when the thread that started this process ends. Usable as a ``preexec_fn``."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
@@ -96,6 +96,7 @@ def stop_signals() -> Iterator[Callable[[], int]]:
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal received
         received = number
+        die_with_parent(0)  # the kernel sends a signal for each thread of the parent
         signal.signal(number, signal.SIG_DFL)
 
     def look() -> int:

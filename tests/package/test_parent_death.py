@@ -2,9 +2,11 @@
 
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +45,34 @@ def test_signals_are_noted_from_the_first_look_on(request: pytest.FixtureRequest
         assert look() == signal.SIGTERM
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "a second one ends the process"
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_the_death_of_a_parent_of_many_threads_is_noted_as_one_signal(tmp_path: Path) -> None:
+    child = """
+import os, pathlib, signal, sys, time
+from tightwire.parent_death import die_with_parent, stop_signals
+with stop_signals() as look:
+    look()
+    die_with_parent(signal.SIGTERM)
+    print(os.getpid(), flush=True)
+    while not look():
+        time.sleep(0.0001)
+    time.sleep(0.5)
+    pathlib.Path(sys.argv[1], "saved").touch()
+"""
+    parent = """
+import subprocess, sys, threading, time
+for _ in range(100):
+    threading.Thread(target=time.sleep, args=(60,)).start()
+subprocess.run([sys.executable, "-c", *sys.argv[1:]])
+"""
+    with subprocess.Popen([sys.executable, "-c", parent, child, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    while state_of(pid) not in ("", "Z"):
+        time.sleep(0.01)
+    assert (tmp_path / "saved").exists()
 
 
 def test_this_process_has_an_age() -> None:
