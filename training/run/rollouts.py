@@ -138,7 +138,7 @@ class Rollouts:
         tempered = start.tempered(self.config.temperature)  # so that the engine's log-probabilities are at it too
         self._sampler = open_sampler(tempered, config, group, at_once, trained.engine)
         self.figures: dict[str, float] = {}  # of the newest answers, over all ranks
-        self._spent = 0.0, 0  # seconds and bytes sent on them, by this rank
+        self._spent: dict[str, float] = {}  # on them, by this rank
 
     def close(self) -> None:
         self._sampler.close()
@@ -215,7 +215,8 @@ class Rollouts:
         sent, begun_s = self._sampler.bytes_sent, time.perf_counter()
         with self._control.failing_together(DataError, ModelError):
             answers = self._sampler.answer(asked, self.config.answer_tokens)
-            self._spent = time.perf_counter() - begun_s, self._sampler.bytes_sent - sent
+            seconds, wire_bytes = time.perf_counter() - begun_s, self._sampler.bytes_sent - sent
+            self._spent = {"answer_s": seconds, "answer_wire_bytes": wire_bytes}
             texts = [self._tokenizer.decode(each.token_ids[: len(each.token_ids) - each.ended]) for each in answers]
             judged = self.config.rewards, self._rewards, [*map(deepcopy, given)], texts  # functions may write to them
             return answers, texts, rewards_of_answers(*judged) if given else []
@@ -242,7 +243,7 @@ class Rollouts:
             "answer_tokens": sum(record["tokens"] for record in records) / len(records),
             "ended": sum(record["ended"] for record in records) / len(records),
             **self._objective.group_figures(rewards_PG),
-            **dict(zip(("answer_s", "answer_wire_bytes"), self._spent, strict=True)),
+            **self._spent,
         }
         if self._control.rank == 0:
             try:
