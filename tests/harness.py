@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -109,6 +110,13 @@ def run_threads(fns: Sequence[Callable[[], _Result]]) -> list[_Result]:
     return [future.result() for future in futures]
 
 
+def fork_server() -> ForkServerContext:
+    """The context whose processes are forked from a server that has imported torch, unless a test has started one without."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tightwire.comm.group.nodes", "tightwire.comm.all_reduce.make"])
+    return context
+
+
 def run_nccl_calls(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Like ``run_ranks``, with the NCCL transport, whose calls gloo has too, in place of gloo's own."""
     return run_ranks(world_size, with_nccl_calls, fn, *args)
@@ -153,8 +161,7 @@ class Ranks:
         sizes = [world_size] + [world_size // num_nodes] * (num_nodes if num_nodes > 1 else 0)
         # The whole group's segment, then each node's.
         self._segment_fds = [make_segment(size, chunk_bytes or CHUNK_BYTES) for size in sizes if shared_memory]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "tightwire.comm.group.nodes", "tightwire.comm.all_reduce.make"])
+        context = fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="tightwire-ranks-")
         self._pipes: list[Connection] = []
         self.processes = []
