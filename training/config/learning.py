@@ -7,9 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.group.topology import Topology
-from tightwire.training.config.section import Section
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from tightwire.training.config.section import Section, ShareOrAll
 
 
 class LoraConfig(Section):
@@ -68,8 +66,8 @@ class PpoConfig(AnswersConfig):
     beta: Annotated[float, Field(ge=0)] = Field(
         default=0.05, description="what a token's log-probability above the reference's costs of the reward"
     )
-    gamma: Share = Field(default=1.0, description="what a reward counts one token earlier")
-    lam: Share = Field(default=0.95, description="GAE's lambda; 1: rewards alone, 0: the critic's next value")
+    gamma: ShareOrAll = Field(default=1.0, description="what a reward counts one token earlier")
+    lam: ShareOrAll = Field(default=0.95, description="GAE's lambda; 1: rewards alone, 0: the critic's next value")
     clip_value: PositiveFloat = Field(default=0.2, description="values farther from the first ones learn nothing")
     value_weight: PositiveFloat = Field(default=0.1, description="of the critic's loss")
     epochs: PositiveInt = Field(default=2, description="times that all answers are learned from")

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.learning import DistillConfig, GrpoConfig, LoraConfig, PpoConfig, RolloutConfig
 from tightwire.training.config.optimizer import CompressorOptions, DenseOptions, OptimizerConfig
-from tightwire.training.config.section import Count, Section, Share
+from tightwire.training.config.section import Count, Section, Share, ShareOrAll
 from tightwire.training.config.sharding import SHARDINGS
 
 BYTES = "bytes"  # the byte tokenizer, which needs no file
@@ -118,7 +118,7 @@ class ScheduleConfig(Section):
     steps: PositiveInt = Field(default=1000, description="optimizer steps of the whole run")
     kind: Literal["constant", "linear", "cosine"] = Field(default="cosine", description="the decay after the warm-up")
     warmup_steps: Count = Field(default=0, description="steps in which the rate rises to its peak")
-    final_share: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, description="share of the peak at the end")
+    final_share: ShareOrAll = Field(default=0.1, description="share of the peak at the end")
 
 
 class ParallelConfig(Section):
@@ -285,36 +285,37 @@ class TrainConfig(Section):
     def _sections_agree(self) -> "TrainConfig":
         self.parallel.between.check_optimizer(self.optimizer)
         data, schedule = self.data, self.schedule
-        if data.held_out_files and "held_out" in data.model_fields_set and data.held_out:
+        if data.held_out_files and data.held_out not in (0, DataConfig.model_fields["held_out"].default):
             raise ValueError("data: give held_out (a share) or held_out_files, not both")
         if schedule.warmup_steps > schedule.steps:
             raise ValueError(f"schedule: warmup_steps={schedule.warmup_steps} are more than steps={schedule.steps}")
-        if self.data.kind == "preferences" and self.model.lora is None:
-            raise ValueError(
-                "data.kind=preferences: DPO's reference is the model without its adapter, and a reward model has one; set model.lora={}"
-            )
-        if self.model.head == "reward" and self.data.kind != "preferences":
-            raise ValueError(f"model.head=reward learns from data.kind=preferences, got {self.data.kind}")
+        if data.kind == "preferences" and self.model.lora is None:
+            raise ValueError("data.kind=preferences trains an adapter, not the whole model; set model.lora={}")
+        if self.model.head == "reward" and data.kind != "preferences":
+            raise ValueError(f"model.head=reward learns from data.kind=preferences, got {data.kind}")
         if self.model.head == "reward" and self.evaluation.prompts:
             raise ValueError("model.head=reward answers no prompts; remove evaluation.prompts")
-        if self.ppo is not None and (self.data.kind != "prompts" or "grpo" in self.model_fields_set):
-            raise ValueError(
-                f"ppo learns from data.kind=prompts without grpo, got {self.data.kind}; remove the one or the other"
-            )
-        if self.data.kind == "prompts":
+        is_dpo, is_prompts = data.kind == "preferences" and self.model.head == "tokens", data.kind == "prompts"
+        for name, is_used, use in (
+            ("dpo", is_dpo, "data.kind=preferences with model.head=tokens"),
+            ("grpo", is_prompts and self.ppo is None, "data.kind=prompts without ppo"),
+            ("ppo", is_prompts, "data.kind=prompts"),
+            ("rollout", is_prompts, "data.kind=prompts"),
+        ):  # a run's own file has all sections, so one with its defaults is as good as none
+            if not is_used and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"this run does not use the section {name}, which is for {use}; remove it")
+        if is_prompts:
             self._check_answers()
-        if (self.data.kind == "distill") != (self.distill is not None):
+        if (data.kind == "distill") != (self.distill is not None):
             raise ValueError("data.kind=distill and a section distill, with its target, need each other")
-        if self.distill is not None and (self.model.lora is not None or self.data.held_out_files):
+        if self.distill is not None and (self.model.lora is not None or data.held_out_files):
             raise ValueError(
                 "data.kind=distill: a whole model learns, and a share of the answers is held out; remove model.lora and data.held_out_files"
             )
         name, asked = ("distill", self.distill) if self.distill else (self.answers.section, self.answers)
-        if self.data.kind in ("prompts", "distill") and asked.answer_tokens >= self.data.sequence_tokens:
-            raise ValueError(
-                f"{name}.answer_tokens={asked.answer_tokens} leaves no room for a prompt in data.sequence_tokens="
-                f"{self.data.sequence_tokens}"
-            )
+        if (is_prompts or self.distill) and asked.answer_tokens >= data.sequence_tokens:
+            room = f"data.sequence_tokens={data.sequence_tokens}"
+            raise ValueError(f"{name}.answer_tokens={asked.answer_tokens} leaves no room for a prompt in {room}")
         return self
 
     def _check_answers(self) -> None:

@@ -166,5 +166,5 @@ def test_a_reward_model_needs_preferences(tmp_path: Path) -> None:
 
 
 def test_preferences_without_an_adapter_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without its adapter, .*; set model.lora"):
+    with pytest.raises(ConfigError, match="trains an adapter, not the whole model; set model.lora"):
         _config(tmp_path, "data.kind=preferences")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers.training.training_runs import write_config
 
 from tightwire.training.config.read import EXAMPLES, ConfigError, describe_config, read_config
@@ -137,6 +138,32 @@ def test_ranks_that_do_not_divide_a_step_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("example", sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
 def test_examples_are_read_by_name(example: str) -> None:
     assert read_config(Path(example)).schedule.steps > 0
+
+
+@pytest.mark.parametrize("example", sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
+def test_the_file_that_a_run_writes_is_read_as_the_same_configuration(tmp_path: Path, example: str) -> None:
+    overrides = ["data.held_out_files=[held/*.jsonl]"] if example == "grpo" else []  # beside the default of held_out
+    config = read_config(example, overrides)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert read_config(path) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["dpo.beta=0.5"], "section dpo, which is for data.kind=preferences with model.head=tokens"),
+        (["grpo.samples=4"], "section grpo, which is for data.kind=prompts without ppo"),
+        (["rollout.tp=2"], "section rollout, which is for data.kind=prompts"),
+        (["ppo.samples=4"], "section ppo, which is for data.kind=prompts"),
+        (
+            ["model={start: x, lora: {}, head: reward}", "data.kind=preferences", "dpo.beta=0.5"],
+            "this run does not use the section dpo",
+        ),
+    ],
+)
+def test_a_section_that_this_run_would_not_use_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
+    assert words in _refused(write_config(tmp_path), *overrides)
 
 
 def test_every_key_is_listed() -> None:
