@@ -72,8 +72,8 @@ def make_layout(
     for what, size in (("MLP columns", config.mlp_size), ("vocabulary rows", config.vocab_size)):
         if size < world_size:
             raise ValueError(f"cannot split {size} {what} over {world_size} ranks")
-    columns = _ranges(_apportion(config.mlp_size, shares, unit=units[1], at_least=1))
-    rows = _ranges(_apportion(config.vocab_size, shares, unit=_VOCAB_UNIT, at_least=1))
+    columns = _ranges(_apportion(config.mlp_size, shares, unit=units[1]))
+    rows = _ranges(_apportion(config.vocab_size, shares, unit=_VOCAB_UNIT))
     parts = enumerate(zip(heads, columns, rows, strict=True))
     return Layout(
         shards=tuple(
@@ -131,7 +131,7 @@ class _HeadCuts:
     def __init__(self, config: LlamaConfig, shares: list[float], places: Sequence[int], more_kv: int = 0) -> None:
         self._per_kv, self._shares, self._places = config.heads_per_kv_head, shares, places
         self._end, num_kv = len(places) - 1, config.num_kv_heads
-        by_groups = 1 if len(shares) > num_kv else max(_apportion(num_kv, shares, unit=1, at_least=1))
+        by_groups = 1 if len(shares) > num_kv else max(_apportion(num_kv, shares, unit=1))
         self._most_kv = by_groups + more_kv
         self.least_cost = self._least_cost()  # cost of the slowest rank in the best split; inf: there is no split
 
@@ -177,18 +177,18 @@ class _HeadCuts:
         return 2 * sum(map(len, self._heads(start, stop))) / self._shares[rank]
 
 
-def _apportion(total: int, shares: Sequence[float], *, unit: int, at_least: int) -> list[int]:
+def _apportion(total: int, shares: Sequence[float], *, unit: int) -> list[int]:
     """Split ``total`` by ``shares`` in whole units (or of one): largest remainders, then lower ranks."""
     if total % unit or total // unit < len(shares):
         unit = 1
     units = total // unit
     exact = [units * share / sum(shares) for share in shares]
-    counts = [max(at_least, int(e)) for e in exact]
+    counts = [max(1, int(e)) for e in exact]
     while sum(counts) < units:
         neediest = max(range(len(shares)), key=lambda i: (exact[i] - counts[i], -i))
         counts[neediest] += 1
     while sum(counts) > units:
-        richest = max((i for i in range(len(shares)) if counts[i] > at_least), key=lambda i: (counts[i] - exact[i], i))
+        richest = max((i for i in range(len(shares)) if counts[i] > 1), key=lambda i: (counts[i] - exact[i], i))
         counts[richest] -= 1
     return [count * unit for count in counts]
 

@@ -95,7 +95,7 @@ def rows(path: str) -> list[Row]:
             found.append(_supported(field, schema))
         elif field in body.unsupported:
             neutral, advice = body.unsupported[field]
-            allowed = f"accepted: {', '.join(f'`{_json(value)}`' for value in neutral)}; " if neutral else ""
+            allowed = f"accepted: {', '.join(f'`{json.dumps(value)}`' for value in neutral)}; " if neutral else ""
             found.append(Row(field, "refused", "", f"{allowed}{advice}"))
         elif field in IGNORED_FIELDS:
             found.append(Row(field, "ignored", "", "a label; also with `--strict-fields`"))
@@ -182,7 +182,7 @@ def _supported(field: str, schema: Mapping[str, Any]) -> Row:
     status = "ignored" if own.get("description", "").startswith(IGNORED_TEXT) else "works"
     kind = _kind(own, schema.get("$defs", {}))
     if "default" in own and own["default"] not in (None, [], {}, ""):
-        kind += f", default {_json(own['default'])}"
+        kind += f", default {json.dumps(own['default'])}"
     if field in schema.get("required", ()):
         kind += ", required"
     return Row(field, status, kind, note.replace("|", "\\|"))
@@ -211,13 +211,9 @@ def _limits(schema: Mapping[str, Any]) -> Iterator[str]:
             yield f" {word} {schema[key]:g}"
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value)
-
-
 def current() -> str:
     """The generated part as it stands in the file."""
-    return PAGE.read_text().partition(MARK)[1] + PAGE.read_text().partition(MARK)[2]
+    return "".join(PAGE.read_text().partition(MARK)[1:])
 
 
 if __name__ == "__main__":

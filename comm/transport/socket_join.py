@@ -146,11 +146,11 @@ class _Joining:
         for peer, (sock, hello) in lower.items():
             with self._naming(peer):
                 nonce = self._receive(sock, _NONCE_BYTES)
-                self._check(peer, self._receive(sock, _PROOF_BYTES), b"accept" + hello + nonce)
+                self._check(self._receive(sock, _PROOF_BYTES), b"accept" + hello + nonce)
                 sock.sendall(self._proof(b"connect" + hello + nonce))
         for peer, (sock, greeting) in higher.items():
             with self._naming(peer):
-                self._check(peer, self._receive(sock, _PROOF_BYTES), b"connect" + greeting)
+                self._check(self._receive(sock, _PROOF_BYTES), b"connect" + greeting)
         return {peer: sock for peer, (sock, _) in (lower | higher).items()}
 
     def _greet(self, opened: ExitStack, peer: int) -> tuple[socket.socket, bytes]:
@@ -189,7 +189,7 @@ class _Joining:
     def _proof(self, greeting: bytes) -> bytes:
         return hmac.digest(self._key, greeting, "sha256")
 
-    def _check(self, peer: int, proof: bytes, greeting: bytes) -> None:
+    def _check(self, proof: bytes, greeting: bytes) -> None:
         if not hmac.compare_digest(proof, self._proof(greeting)):
             raise EOFError
 

@@ -161,7 +161,7 @@ class Dialect(ABC, Generic[BodyT]):
         if wants_usage or extra is not UNSET:
             yield self.chunk([], usage if wants_usage else UNSET, extra)
 
-    def failure(self, error: ApiError, usage: Usage) -> Iterator[Struct]:
+    def failure(self, error: ApiError) -> Iterator[Struct]:
         """The last events of a stream that breaks."""
         yield error.body()
 
@@ -223,7 +223,7 @@ class Answer:
         except Exception as error:  # noqa: BLE001 - the status is already sent, so only an event can tell the client
             told = to_api_error(error)
             try:
-                yield _encode_frames(dialect.failure(told, self._usage()))
+                yield _encode_frames(dialect.failure(told))
             except UnicodeEncodeError:  # the events repeat the text that could not be encoded
                 yield encode_frame(told.body())
         yield dialect.end_of_stream

@@ -165,7 +165,7 @@ class MessagesDialect(AdaptedDialect):
         yield MessageDelta(StopDelta(self._stop_reason(), self.stop_string), _usage(usage), extra)
         yield MessageStop()
 
-    def failure(self, error: ApiError, usage: Usage) -> Iterator[Struct]:
+    def failure(self, error: ApiError) -> Iterator[Struct]:
         yield error.body(MessagesErrorBody)
 
     def _stop_reason(self) -> str:

@@ -271,7 +271,7 @@ class ResponsesDialect(AdaptedDialect):
             response.status, response.completed_at = "completed", int(time.time())
             yield ResponseEvent(self._count(), "response.completed", response)
 
-    def failure(self, error: ApiError, usage: Usage) -> Iterator[Struct]:
+    def failure(self, error: ApiError) -> Iterator[Struct]:
         detail = error.body().error
         self._response.status, self._response.error = "failed", Failure("server_error", error.message)
         yield ResponseEvent(self._count(), "response.failed", self._response)

@@ -58,9 +58,6 @@ function commOf(samples) {
 /** The time of collectives that steps wait for: gathering partitioned layers runs beside them. */
 const commSeconds = ({ comm }) => [...comm.values()].filter(({ phase }) => phase !== "weights").reduce((sum, { seconds }) => sum + seconds, 0);
 
-/** The series that `points` returns, in this order after the time. */
-export const SERIES = ["running", "waiting", "kv", "tokenRate", "promptRate", "first50", "first95", "inter50", "inter95", "commShare"];
-
 export class History {
   constructor() {
     this._points = [];
