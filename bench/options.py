@@ -1,4 +1,4 @@
-"""The options that benches share. Those of each bench are declared as in ``server.config.option``, in its file ``options``.
+"""The options that benches share. Those of each bench are declared with ``tightwire.option``, in its file ``options``.
 
 A ValueError of a field's ``parse`` or of ``__post_init__`` ends the program with exit code 2 and its message.
 """

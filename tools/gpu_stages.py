@@ -279,7 +279,7 @@ def _cell(found: Any, name: str) -> Any:
 
 
 def _token_s(served: Any) -> float:
-    """Of one request."""
+    """Seconds of a token of one request."""
     return served["cells"][0]["tpot_s"]["p50"]
 
 

@@ -60,7 +60,7 @@ def literals(annotation: Any) -> tuple[Any, ...]:
 
 
 class Comparison:
-    """Of one route: ``official`` is the client's type of the body."""
+    """The comparison of one route. ``official``: the client's type of the body."""
 
     def __init__(self, official: type, body: type[Body]) -> None:
         self._official, self._body = official, body

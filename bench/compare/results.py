@@ -27,7 +27,7 @@ Samples = Mapping[int, float]  # by index: in two results of the same prompts, t
 
 
 class Cell(msgspec.Struct, Generic[T], frozen=True):
-    """With a list for each metric as in the file, or with the ``Samples`` of metrics whose samples are all above 0."""
+    """A cell with a list for each metric as in the file, or with the ``Samples`` of metrics whose samples are all above 0."""
 
     name: str
     samples: Mapping[str, T]

@@ -146,7 +146,7 @@ def world_size_table(result: Mapping[str, Any], world_size: int) -> Table:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """Those of the items only where there were any."""
+    """The columns of the table; those of items only where there were any."""
     return (*COLUMNS, *(_ITEM_COLUMNS if any(row["items_right"] is not None for row in rows) else ()))
 
 

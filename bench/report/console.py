@@ -24,7 +24,7 @@ _LEAST_SECONDS, _LEAST_SHARE = 2.0, 0.02  # of a task, before its remaining time
 
 
 def make_console() -> Console:
-    """As wide as the terminal; in a file or a pipe rich would otherwise cut tables to 80 columns."""
+    """A console as wide as the terminal; in a file or a pipe rich would otherwise cut tables to 80 columns."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_FILE_WIDTH)
 

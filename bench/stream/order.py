@@ -1,4 +1,4 @@
-"""Checks the order in which a pool of buffers was used: the conditions C1, C2 and C3 of ``model.buffers``."""
+"""Checks the order in which a pool of buffers was used: the conditions C1, C2 and C3 of ``buffers``."""
 
 from collections.abc import Iterable
 

@@ -96,7 +96,7 @@ class Measured:
         return next(arm for arm in self.arms if arm.is_default)
 
     def of(self, cell: Cell, arm: Arm) -> list[Turn]:
-        """In order of the rounds, so that the lists of two arms of a cell are paired."""
+        """The turns of an arm in order of the rounds, so that the lists of two arms of a cell are paired."""
         own = (turn for turn in self.turns if turn.cell == cell and turn.arm == arm)
         return sorted(own, key=lambda turn: turn.round)
 

@@ -106,7 +106,7 @@ def missed_by(own: Note, notes: dict[int, Note]) -> set[int]:
 
 
 def ranks_at_fault(own: Note, notes: dict[int, Note], others: Iterable[int]) -> set[int]:
-    """Those of ``others`` to blame: the ranks without a note; if there are none, those that a rank waited for."""
+    """The ranks of ``others`` to blame: those without a note; if there are none, those that a rank waited for."""
     silent = set(others) - set(notes)
     missed = missed_by(own, notes)
     if own.timed_out or any(note.timed_out for note in notes.values()):

@@ -62,7 +62,7 @@ def _views(weight_OD: PackedMatrix) -> tuple[Tensor, Tensor]:
 
 
 def launch_options(layout: BlockLayout, dtype: torch.dtype) -> dict[str, int]:
-    """As many iterations whose loads are in flight as shared memory holds, and registers for two or three programs on a processor.
+    """Choose as many iterations with loads in flight as shared memory holds, and registers for two or three programs a processor.
 
     Products of float32 have no matrix units and need all registers.
     """

@@ -58,7 +58,7 @@ def layout_of(packed: PackedFormat, by_plane: bool, *, few_programs: bool = Fals
     codes, planes, scales = packed.codes, packed.codes.planes(packed.block_elems), scale_bytes(packed)
 
     def section(at: int) -> Section:
-        """Of the plane that begins at byte ``at`` of a block, or of the scales."""
+        """The section of the plane that begins at byte ``at`` of a block, or of the scales."""
         if not by_plane:
             return Section(0, packed.block_bytes, at)
         pieces = [(plane.start, len(plane)) for plane in planes] + [(scales[0], len(scales))]
@@ -113,7 +113,7 @@ def order_by_plane(matrix: PackedMatrix) -> PackedMatrix:
 
 @triton.jit
 def find_piece(blocks, row, piece, kept, depth, LAYOUT: tl.constexpr):
-    """Of a piece of each row that begins at byte ``row``: its first number in the row and in its block, where its low bits of the
+    """Find a piece of each row that begins at byte ``row``: its first number in the row and in its block, where its low bits of the
     first phase, its fifth bits and its scales begin, and the bytes with its high bits.
     """
     CODES: tl.constexpr = LAYOUT.packed.codes

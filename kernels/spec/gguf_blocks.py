@@ -60,7 +60,7 @@ class Codes:
 
     @property
     def are_bits(self) -> bool:
-        """In planes alone, and of less than a byte."""
+        """Whether codes stand in planes alone, and have less than a byte."""
         return self.bits < 8 and not (self.fifths_at or self.table)
 
     def planes(self, block_elems: int) -> list[range]:
@@ -87,7 +87,7 @@ class PackedFormat:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return self.codes.bits + self.codes.high_bits + (self.codes.fifths_at > 0)
 
     def row_bytes(self, num_columns: int) -> int:

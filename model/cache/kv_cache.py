@@ -98,7 +98,7 @@ class OffloadedCache(CacheSource):
     Each of two device buffers has room for one layer's blocks of one step. While layer i is computed, a thread fetches
     the blocks of layer i + 1. Before it fills layer i's buffer for layer i + 2, it saves the blocks of layer i that got
     new tokens. Only blocks of the step's sequences are moved, each once. During the step a block's number is its place
-    in the buffer. ``model.buffers`` checks the order with a trace. Source: FlexGen, arXiv 2303.06865.
+    in the buffer. ``bench.stream.order`` checks the order in a trace. Source: FlexGen, arXiv 2303.06865.
 
     The layout of a layer is (N, 2, K, P, E) on both sides, so a block's keys and values move together.
 

@@ -37,7 +37,7 @@ class CommDecision:
 
     @property
     def chooser(self) -> Chooser:
-        """Of the server's own policy."""
+        """The chooser of the server's own policy."""
         return next(iter(self.choosers.values()))
 
     @property

@@ -105,7 +105,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def policy_names(self) -> tuple[str, ...]:
-        """Those that a request may name; in hybrid each again for prompts that all ranks compute together."""
+        """The policies that a request may name; in hybrid each again for prompts that all ranks compute together."""
         names = tuple(policy.name for policy in self.policies)
         hybrid = self.stages is not None and not self.is_pipeline
         return (*names, *(f"{name}/tensor" for name in names)) if hybrid else names

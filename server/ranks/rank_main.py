@@ -161,11 +161,11 @@ class _Joining:
 
     @property
     def _topology(self) -> Topology:
-        """Of all replicas' ranks."""
+        """This rank's place among the ranks of all replicas."""
         return Topology(self.identity.rank, self.identity.world_size, num_nodes=self.work.plan.num_nodes)
 
     def _memory(self, segment_fd: int | None) -> int | None:
-        """The memory, if it is the transport."""
+        """``segment_fd`` if shared memory is the transport, else None."""
         return segment_fd if self.work.plan.transport == "shared-memory" else None
 
     @property

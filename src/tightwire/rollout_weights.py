@@ -220,7 +220,7 @@ class GatheredLayers(CheckpointStore):
         return into
 
     def _num_bytes(self, part: FrozenShard) -> int:
-        """Of the gathered flat parameter."""
+        """Bytes of the gathered flat parameter."""
         own = part.flat_param
         return own.blocks.num_elems if own.blocks else own.num_elems * self._dtype.itemsize
 

@@ -22,7 +22,7 @@ class ClosedError(Exception):
 
 
 def until_closed(items: Iterable[T], closed: threading.Event) -> Iterator[T]:
-    """For a source that may skip many items before it yields one. Raises ClosedError: ``closed`` was set."""
+    """``items``, also of a source that may skip many before it yields one. Raises ClosedError: ``closed`` was set."""
     for item in items:
         if closed.is_set():
             raise ClosedError

@@ -45,7 +45,7 @@ def test_rotation_and_cache_to_the_bit(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 1536), (5, 37), (700, 14336)])
 def test_swiglu(dtype: torch.dtype, num_tokens: int, width: int, device: torch.device) -> None:
-    """As in the interpreter (``tests/kernels/test_swiglu_triton``), with the approximate exponential of a GPU."""
+    """As in the interpreter (``tests/kernels/cuda/test_layer_ops``), with the approximate exponential of a GPU."""
     gate_up = (torch.randn(num_tokens, 2 * width) * 5).to(dtype)
     got, want = swiglu(gate_up.to(device)).cpu(), swiglu_reference(gate_up)
     units = (gate_up.chunk(2, -1)[0].float().abs() + 8) * torch.finfo(torch.float32).eps
@@ -58,7 +58,7 @@ def test_swiglu(dtype: torch.dtype, num_tokens: int, width: int, device: torch.d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm(dtype: torch.dtype, device: torch.device) -> None:
-    """The sum to the bit; the rest within the roundings of its type (``tests/kernels/test_norm_triton``)."""
+    """The sum to the bit; the rest within the roundings of its type (``tests/kernels/cuda/test_layer_ops``)."""
     x, residual, weight = (
         torch.randn(300, 4096).to(dtype),
         torch.randn(300, 4096).to(dtype),

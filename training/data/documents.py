@@ -153,7 +153,7 @@ class RunData:
 
     @property
     def held_out_share(self) -> float:
-        """Of prompts none unless it is given, because each step's rewards are those of new answers."""
+        """The share held out; none of prompts unless it is given, because each step's rewards are those of new answers."""
         data = self.config.data
         is_given = data.kind != "prompts" or "held_out" in data.model_fields_set
         return data.held_out if self.held_out_documents is None and is_given else 0.0

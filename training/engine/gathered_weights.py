@@ -87,7 +87,7 @@ def alternates(options: EngineOptions, bucket: Bucket) -> bool:
 def share_buffers(
     elems: Mapping[Bucket, int], num_buffers: int, elem_bytes: int, device: torch.device
 ) -> dict[int, tuple[BufferPool, int, str]]:
-    """By bucket number, its pool, buffer and the buffer's name. Blocks take turns in ``num_buffers``; embedding and head have one."""
+    """Each bucket's pool, buffer and the buffer's name, by bucket number. Blocks take turns in ``num_buffers``; embedding and head have one."""
     found = {}
     for count, is_block in ((num_buffers, True), (1, False)):
         own = [bucket for bucket in elems if (bucket.block is not None) == is_block]

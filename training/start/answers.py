@@ -260,7 +260,7 @@ class Ppo(OfAnswers):
         return {"kl": kl / max(count, 1), "value": values / max(count, 1)}
 
     def loss(self, model: Any, batch: Answers) -> tuple[Tensor, Tensor]:
-        """Of a batch that ``prepare`` has seen."""
+        """The loss of a batch that ``prepare`` has seen."""
         config, counted_BS = self.config, batch.targets_BS != IGNORED
         (logprobs_BS,), values_BS = self._compute(model, batch, "actor", "critic")
         old_BS, first_BS, returns_BS = batch.old_BS, batch.values_BS, batch.returns_BS

@@ -1,6 +1,6 @@
 """Every interleaving of a few turns: no rank reads what another is writing, and none waits for ever.
 
-A model of the protocol (``kernels.shared_all_reduce``), not the code: ranks are programs of single steps, and all orders
+A model of the protocol (``kernels/cpu/native/shared_sums.cpp``), not the code: ranks are programs of single steps, and all orders
 of their steps are tried. Release and acquire order make the order of steps within a rank that of the program.
 """
 

@@ -1,4 +1,4 @@
-"""What ``comm.local_ranks`` runs in its tests. Importable by rank processes."""
+"""What ``comm.group.local_ranks`` runs in its tests. Importable by rank processes."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
 """Ranks that train as threads of this process, and what plain torch makes of the same batches in one thread.
 
-``reference`` is DDP with a hook that adds in rank order (``tests/training/test_beside_torch.py`` holds the engine against torch's own): a
+``reference`` is DDP with a hook that adds in rank order (``tests/suites/training/test_beside_torch`` holds the engine against torch's own): a
 gradient is computed rank by rank, added up over ranks in the order that a sharding has, and divided once.
 """
 
