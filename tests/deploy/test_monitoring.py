@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, client_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from tightwire.server.config.serve import HttpOptions
@@ -43,8 +42,7 @@ async def names_on_the_metrics_page() -> set[str]:
     """Sample names after one request, with vLLM's names."""
     engine = FakeEngine()
     engine.comm_setup = CommSetup(transport="shared-memory", num_nodes=1, self_test=[SelfTestVerdict("ring", True, "")])
-    transport = httpx.ASGITransport(app_for(engine, http=HttpOptions(metrics_alias="vllm")))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app_for(engine, http=HttpOptions(metrics_alias="vllm"))) as client:
         await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
         page = (await client.get("/metrics")).text
     return {sample.name for family in text_string_to_metric_families(page) for sample in family.samples}

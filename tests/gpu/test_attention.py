@@ -26,14 +26,7 @@ def _attend(arguments: tuple[Any, ...], num_decode_rows: int = 0, groups: HeadGr
 
 
 def _assert_close(batch: PagedBatch, num_decode_rows: int) -> None:
-    want, bound = batch.expected()
-    got = _attend(batch.arguments(), num_decode_rows)
-    assert got.dtype == batch.dtype and got.is_contiguous()
-    if batch.dtype != torch.float32:
-        bound = bound + batch.rounding_of_weights()
-        bound = bound + (want.abs() + bound) * torch.finfo(batch.dtype).eps / 2
-    error = (got.double() - want).abs()
-    assert (error <= bound).all(), f"off by {(error / bound).max():.1f} bounds"
+    batch.check(_attend(batch.arguments(), num_decode_rows), rounds_weights=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

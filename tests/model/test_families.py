@@ -13,9 +13,9 @@ from harness import run_in_process
 from helpers.model.family_models import make_family_folder, make_family_gguf
 from helpers.model.quantized_folders import SCHEMES, quantize_folder
 from helpers.model.rank_logits import PROMPT, rank_logits
+from helpers.model.transformers_reference import greedy_with_logits
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tightwire.comm.group.group import in_process_groups
 from tightwire.kernels.layer_ops import norm_linear
@@ -50,14 +50,7 @@ def wide_folders(tmp_path_factory: pytest.TempPathFactory):
 
 @cache
 def _theirs(folder: Path) -> tuple[list[int], Tensor]:
-    """transformers' greedy tokens, prompt included, and the logits at every position."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
-    tokens = torch.randint(3, 300, (1, PROMPT), generator=torch.Generator().manual_seed(7))
-    with torch.inference_mode():
-        for _ in range(_NUM_TOKENS):
-            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
-        logits = model(tokens[:, :-1]).logits[0]
-    return tokens[0].tolist(), logits
+    return greedy_with_logits(folder, PROMPT, _NUM_TOKENS)
 
 
 def _assert_close(got: Tensor | None, want: Tensor) -> None:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.model.family_models import make_family_folder
+from helpers.model.transformers_reference import greedy_with_logits
 from helpers.server.local_engine import LocalEngine, continue_prompts, local_engine, run_to_end
+from helpers.server.mixed_requests import scores_of_mixed_load
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.families import family_named
@@ -103,13 +104,8 @@ def test_the_most_blocks_are_reached(step_tokens: int) -> None:
 @cache
 def _theirs(folder: Path) -> tuple[list[int], Tensor]:
     """A prompt and transformers' greedy answer, and the log-probabilities at every position."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
-    tokens = torch.randint(3, 300, (1, _PROMPT), generator=torch.Generator().manual_seed(7))
-    with torch.inference_mode():
-        for _ in range(_NUM_TOKENS):
-            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
-        logits = model(tokens[:, :-1]).logits[0]
-    return tokens[0].tolist(), logits.log_softmax(-1)
+    tokens, logits = greedy_with_logits(folder, _PROMPT, _NUM_TOKENS)
+    return tokens, logits.log_softmax(-1)
 
 
 def _poison_free_blocks(local: LocalEngine) -> None:
@@ -150,26 +146,11 @@ def _opened(folder: Path):
     return open_checkpoint(str(folder))
 
 
-def _answers(local: LocalEngine, *, num_requests: int = 9) -> dict[str, list[Any]]:
-    """Tokens and scores of a mixed load: long and short, drawn and greedy, with common beginnings, some repetitive."""
+def _answers(local: LocalEngine) -> dict[str, list[Any]]:
     rng = random.Random(3)
     stem = [rng.randrange(3, 300) for _ in range(130)]
-    for index in range(num_requests):
-        prompt = rng.choice([stem, stem[:99], [], [4, 5, 6, 4, 5] * 20]) + [
-            rng.randrange(3, 300) for _ in range(rng.choice([1, 4, 30, 90]))
-        ]
-        params = SamplingParams(
-            max_tokens=rng.choice([3, 12, 40]),
-            temperature=rng.choice([0.0, 0.0, 0.8]),
-            seed=index,
-            ignore_eos=True,
-            logprobs=2,
-        )
-        local.engine.add(AddRequest(id=str(index), prompt_token_ids=prompt, params=params))
-    return {
-        name: [score for output in outputs for score in output.logprobs or []]  # each has its token
-        for name, outputs in run_to_end(local.engine).items()
-    }
+    beginnings = [stem, stem[:99], [], [4, 5, 6, 4, 5] * 20]
+    return scores_of_mixed_load(local.engine, rng, beginnings, range(3, 300), 9)
 
 
 _STREAMED = WeightPlan(source="stream", origin="host", streamed=spread(6, 3))

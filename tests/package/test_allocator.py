@@ -8,20 +8,23 @@ from tightwire import allocator
 
 _PIECE_BYTES, _PIECES, _ROUNDS = 20 << 20, 3, 4
 
-_COUNT_FAULTS = f"""
+_USE_AND_FREE = f"""
 import ctypes, resource, sys
-from tightwire.allocator import keep_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
-if sys.argv[1] == "keep" and not keep_freed_memory():
-    sys.exit("no glibc")
 def use_and_free():
     pieces = [libc.malloc({_PIECE_BYTES}) for _ in range({_PIECES})]
     for piece in pieces:
         libc.memset(piece, 1, {_PIECE_BYTES})
     for piece in pieces:
         libc.free(piece)
+"""
+_COUNT_FAULTS = f"""
+{_USE_AND_FREE}
+from tightwire.allocator import keep_freed_memory
+if sys.argv[1] == "keep" and not keep_freed_memory():
+    sys.exit("no glibc")
 for _ in range(3):
     use_and_free()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -48,20 +51,11 @@ def test_freed_memory_comes_back_without_page_faults() -> None:
 
 
 _HELD_AFTER_FREEING = f"""
-import ctypes, sys
+{_USE_AND_FREE}
 from pathlib import Path
 from tightwire.allocator import keep_freed_memory, return_freed_memory
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.memset.argtypes, libc.free.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], [ctypes.c_void_p]
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * {resource.getpagesize()}
-def use_and_free():
-    pieces = [libc.malloc({_PIECE_BYTES}) for _ in range({_PIECES})]
-    for piece in pieces:
-        libc.memset(piece, 1, {_PIECE_BYTES})
-    for piece in pieces:
-        libc.free(piece)
 if not keep_freed_memory():
     sys.exit("no glibc")
 before = resident()

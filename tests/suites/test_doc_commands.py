@@ -20,7 +20,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 from helpers.parsed_commands import parse
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, client_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -90,8 +90,7 @@ async def _post(words: list[str]) -> httpx.Response:
     body = {**json.loads(words[words.index("-d") + 1]), "model": "tiny"}
     if "tightwire" in body:
         body["tightwire"]["allreduce"] = "native"
-    transport = httpx.ASGITransport(app=app_for(FakeEngine()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+    async with client_of(app_for(FakeEngine())) as client:
         return await client.post(url[url.index("/v1") :], json=body)
 
 

@@ -1,14 +1,12 @@
 """docs/api.md is current, and each row of its tables is true: the field works, is ignored, or is refused."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, Required, get_origin
 
 import api_reference
 import httpx
 import pytest
 from helpers.server import fake_engine
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, client_of
 from nested_fields import Entry, fields_of, literals, members
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -104,11 +102,8 @@ NESTED_SAMPLES: dict[str, Any] = {
 INFO = fake_engine.planned(max_model_len=4096)  # a prompt with tools has 900 bytes
 
 
-@asynccontextmanager
-async def open_client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=app_for(engine, info=INFO))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
-        yield client
+def open_client(engine: FakeEngine) -> httpx.AsyncClient:
+    return client_of(app_for(engine, info=INFO))
 
 
 def test_the_page_is_current() -> None:

@@ -177,14 +177,16 @@ def test_a_kernel_link_between_two_nodes_is_measured(capsys: pytest.CaptureFixtu
         assert cell["seconds"]["min"] >= 2 * 100e-6  # two rounds at least pass the wire
 
 
-def test_without_namespaces_the_link_is_throttled_and_the_result_says_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> EmulatedNetwork:
         raise NoEmulatedNetworkError("only root makes network namespaces")
 
     monkeypatch.setattr(wire, "EmulatedNetwork", refuse)
 
+
+@pytest.mark.usefixtures("no_namespaces")
+def test_without_namespaces_the_link_is_throttled_and_the_result_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     status, result, text = bench(
         *("--algorithms", "two-shot,flash-int8", "--sizes", "64KiB", "--repeats", "3", "--link", "80mbit"),
         capsys=capsys,
@@ -198,14 +200,8 @@ def test_without_namespaces_the_link_is_throttled_and_the_result_says_so(
         assert cell["seconds"]["min"] >= cell["wire_bytes"] / 10e6
 
 
-def test_several_links_give_predictions(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def refuse(*_: object, **__: object) -> EmulatedNetwork:
-        raise NoEmulatedNetworkError("only root makes network namespaces")
-
-    monkeypatch.setattr(wire, "EmulatedNetwork", refuse)
-
+@pytest.mark.usefixtures("no_namespaces")
+def test_several_links_give_predictions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, result, _ = bench(
         *("--algorithms", "two-shot,flash-int4", "--sizes", "64KiB", "--repeats", "3"),
         *("--link", "80mbit,40mbit,latency=5ms", "--output", str(tmp_path)),

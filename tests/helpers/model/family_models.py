@@ -6,7 +6,7 @@ from typing import Any
 
 import gguf
 import torch
-from helpers.model.tiny_gguf import interleave, write_tokenizer
+from helpers.model.tiny_gguf import interleave, write_sizes, write_tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -114,7 +114,7 @@ def make_family_gguf(family: Family, folder: Path, path: Path) -> Path:
 
     config = config_from_hf(read_json(folder / "config.json"))
     writer = gguf.GGUFWriter(path, family.names.gguf)
-    _write_sizes(writer, config, family)
+    _write_own_sizes(writer, config, family)
     write_tokenizer(writer, config)
     for name, tensor in _parts_for_gguf(load_file(folder / "model.safetensors"), family):
         own_name = gguf_name(name, config.norms)
@@ -146,19 +146,9 @@ def _parts_for_gguf(tensors: dict[str, Tensor], family: Family) -> Iterator[tupl
             yield name, tensor
 
 
-def _write_sizes(writer: gguf.GGUFWriter, config: LlamaConfig, family: Family) -> None:
+def _write_own_sizes(writer: gguf.GGUFWriter, config: LlamaConfig, family: Family) -> None:
     arch = family.names.gguf
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_positions)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.mlp_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.rotary_dim or config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(config.rope_theta)
+    write_sizes(writer, config)
     if config.window:
         writer.add_sliding_window(config.window)
     for name, key in family.keys.items():

@@ -138,6 +138,16 @@ class PagedBatch:
             bounds.append(off.T[..., None] * torch.einsum("hts,she->the", weights, values.abs()))
         return torch.cat(outs), torch.cat(bounds)
 
+    def check(self, got: Tensor, *, rounds_weights: bool) -> None:
+        """Assert that ``got`` is within the bound of float32 arithmetic and of what a 16-bit dtype rounds."""
+        want, bound = self.expected()
+        assert got.dtype == self.dtype and got.is_contiguous()
+        if self.dtype != torch.float32:
+            bound = bound + self.rounding_of_weights() if rounds_weights else bound
+            bound = bound + (want.abs() + bound) * torch.finfo(self.dtype).eps / 2  # the result is rounded once
+        error = (got.double() - want).abs()
+        assert bool((error <= bound).all()), f"{self.dtype}: off by {(error / bound).max():.1f} bounds"
+
     def rounding_of_weights(self) -> Tensor:
         """How far rounding the weights to a 16-bit dtype may move the result; the largest of them is 1 when rounded.
 

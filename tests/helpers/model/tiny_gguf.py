@@ -40,7 +40,11 @@ def make_tiny_gguf(
     raw_config = tiny_config(**overrides)
     config = config_from_hf(raw_config)
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=part_tensors)
-    _write_sizes(writer, config)
+    write_sizes(writer, config)
+    writer.add_vocab_size(config.vocab_size)
+    if config.rope_scaling.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_scaling.factor)
     write_tokenizer(writer, config)
     generator = np.random.default_rng(seed)
     for name, tensor in tiny_tensors(raw_config, seed).items():
@@ -96,7 +100,7 @@ def random_blocks(
     return blocks.reshape(*shape[:-1], -1)
 
 
-def _write_sizes(writer: gguf.GGUFWriter, config: LlamaConfig) -> None:
+def write_sizes(writer: gguf.GGUFWriter, config: LlamaConfig) -> None:
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
@@ -105,13 +109,9 @@ def _write_sizes(writer: gguf.GGUFWriter, config: LlamaConfig) -> None:
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(config.rotary_dim or config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
-    writer.add_vocab_size(config.vocab_size)
-    if config.rope_scaling.kind == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(config.rope_scaling.factor)
 
 
 def write_tokenizer(writer: gguf.GGUFWriter, config: LlamaConfig) -> None:

@@ -1,10 +1,11 @@
 """Answers of transformers, the reference of the parity tests."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference
@@ -52,6 +53,16 @@ def reference_of(
 def logits(model: LlamaForCausalLM, prompt: Sequence[int]) -> Tensor:
     """(T, V) float32 at every position."""
     return model(torch.tensor([list(prompt)])).logits[0].float()
+
+
+@torch.inference_mode()
+def greedy_with_logits(folder: Path, num_prompt: int, num_tokens: int) -> tuple[list[int], Tensor]:
+    """A prompt made from a seed and its greedy answer, without a cache; and the logits, (T, V), at every position but the last."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
+    tokens = torch.randint(3, 300, (1, num_prompt), generator=torch.Generator().manual_seed(7))
+    for _ in range(num_tokens):
+        tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
+    return tokens[0].tolist(), model(tokens[:, :-1]).logits[0]
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
 from fastapi import FastAPI
 from msgspec import structs
@@ -260,6 +261,11 @@ def app_for(
     if loaded:
         holder.fill(info=info, tokenizer=byte_tokenizer(chat=chat, template=template, special=special))
     return make_app(engine=engine, holder=holder, http=http or HttpOptions(), adapters=adapters)
+
+
+def client_of(app: FastAPI, **options: Any) -> httpx.AsyncClient:
+    """A client that calls the app without a socket."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test", **options)
 
 
 @contextmanager

@@ -25,6 +25,14 @@ def logits_after(context: list[int], vocab_size: int) -> np.ndarray:
     return np.random.default_rng(int.from_bytes(digest, "little")).normal(0.0, 2.0, vocab_size).astype(np.float32)
 
 
+def greedy_tokens(context: Sequence[int], num_tokens: int, vocab_size: int) -> list[int]:
+    """The most likely tokens after ``context``."""
+    tokens = list(context)
+    for _ in range(num_tokens):
+        tokens.append(int(logits_after(tokens, vocab_size).argmax()))
+    return tokens[len(context) :]
+
+
 class OneRank:
     """The part of ``StepRunner`` that a rank alone does not need: it sends nothing and counts nothing."""
 

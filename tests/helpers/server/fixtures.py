@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, client_of
 
 
 @pytest.fixture
@@ -14,6 +14,5 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=app_for(engine))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+    async with client_of(app_for(engine)) as client:
         yield client

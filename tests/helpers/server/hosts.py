@@ -3,13 +3,16 @@
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tiny import make_tiny
 
 from tightwire.model.open import Checkpoint, open_checkpoint
 from tightwire.server.config.hosts import HostOptions
+from tightwire.server.hosts.head import Head
+from tightwire.server.hosts.member import Member
 from tightwire.server.hosts.place import find_place
 from tightwire.server.hosts.side import Joining
 from tightwire.server.ipc.messages import FromRank
@@ -78,6 +81,18 @@ def joining(node: int, port: int, told: Told, num_nodes: int = 2, changed: Mappi
     )
     facts = {"version": "1", "kernels": "v4", "--tp": "2", "--port-range": options.port_range, **(changed or {})}
     return Joining(find_place(options), range(node, node + 1), facts, told, 5.0, 8.0)
+
+
+@asynccontextmanager
+async def two_hosts(told: Told | None = None) -> AsyncIterator[tuple[Head, Member, int]]:
+    """Node 0 and node 1, which have joined, and node 0's port. ``told``: what node 0 is told."""
+    port = free_ports(6)
+    head, member = Head(joining(0, port, told or Told())), Member(joining(1, port, Told()))
+    with socket.create_server(("127.0.0.1", port + 1)):  # rank 0's store, which its parent opens
+        await asyncio.gather(head.join(), member.join())
+        yield head, member, port
+        await head.close()
+        await member.close()
 
 
 async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:

@@ -1,11 +1,14 @@
 """Requests with common beginnings and all kinds of sampling parameters, and everything that an engine tells of one."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
+from helpers.server.local_engine import run_to_end
 from tiny import banned_ids
 
 from tightwire.model.sampling.parameters import SamplingParams
+from tightwire.server.engine.engine import Engine
 from tightwire.server.ipc.messages import AddRequest, Output
 
 _KINDS: list[dict[str, Any]] = [
@@ -37,6 +40,26 @@ def mixed_requests() -> list[AddRequest]:
         params |= _KINDS[number % len(_KINDS)]
         requests.append(AddRequest(str(number), prompt, SamplingParams(**params)))
     return requests
+
+
+def scores_of_mixed_load(
+    engine: Engine, rng: random.Random, beginnings: Sequence[list[int]], ids: range, num_requests: int
+) -> dict[str, list[Any]]:
+    """Tokens and scores of requests that run together: long and short, drawn and greedy, each with one of the ``beginnings``."""
+    for index in range(num_requests):
+        prompt = rng.choice(beginnings) + [rng.choice(ids) for _ in range(rng.choice([1, 4, 30, 90]))]
+        params = SamplingParams(
+            max_tokens=rng.choice([3, 12, 40]),
+            temperature=rng.choice([0.0, 0.0, 0.8]),
+            seed=index,
+            ignore_eos=True,
+            logprobs=2,
+        )
+        engine.add(AddRequest(id=str(index), prompt_token_ids=prompt, params=params))
+    return {
+        name: [score for output in outputs for score in output.logprobs or []]  # each has its token
+        for name, outputs in run_to_end(engine).items()
+    }
 
 
 def tokens_and_scores(outputs: list[Output]) -> tuple[list[int], list[Any], list[Any]]:

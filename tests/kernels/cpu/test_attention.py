@@ -18,15 +18,7 @@ MIXED = {"query_lens": (5, 1, 17, 1, 130), "context_lens": (40, 64, 33, 1, 130)}
 
 
 def _assert_close(batch: Any) -> None:
-    want, bound = batch.expected()
-    got = attend(*batch.arguments())
-    assert got.dtype == batch.dtype and got.is_contiguous()
-    if batch.dtype == torch.bfloat16 and has_pairs():
-        bound = bound + batch.rounding_of_weights()
-    # Half a unit in the last place: the result is rounded once. Float32's is within the bound already.
-    rounding = 0.0 if batch.dtype == torch.float32 else torch.finfo(batch.dtype).eps / 2
-    error = (got.double() - want).abs()
-    assert (error <= bound + (want.abs() + bound) * rounding).all(), f"off by {(error / bound).max():.1f} bounds"
+    batch.check(attend(*batch.arguments()), rounds_weights=batch.dtype == torch.bfloat16 and has_pairs())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -54,15 +54,8 @@ def _attend(
 
 
 def _assert_close(batch: PagedBatch, num_decode_rows: int) -> None:
-    want, bound = batch.expected()
     form = {"window": batch.window, "cap": batch.cap}
-    got = _attend(batch.arguments(), num_decode_rows, **form)
-    assert got.dtype == batch.dtype and got.is_contiguous()
-    if batch.dtype != torch.float32:
-        bound = bound + batch.rounding_of_weights()
-        bound = bound + (want.abs() + bound) * torch.finfo(batch.dtype).eps / 2
-    error = (got.double() - want).abs()
-    assert bool((error <= bound).all()), f"{batch.dtype}: off by {(error / bound).max():.1f} bounds"
+    batch.check(_attend(batch.arguments(), num_decode_rows, **form), rounds_weights=True)
 
 
 def _check_mixed(group: Group) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.server.local_engine import LocalEngine, continue_prompts, local_engine, run_to_end
+from helpers.server.local_engine import LocalEngine, continue_prompts, local_engine
+from helpers.server.mixed_requests import scores_of_mixed_load
 from tiny import make_tiny
 from torch import Tensor
 
@@ -23,11 +24,9 @@ from tightwire.model.cache import kv_cache
 from tightwire.model.cache.kv_cache import OffloadedCache, gather_blocks, runs_of
 from tightwire.model.checkpoint.errors import CacheError
 from tightwire.model.open import Checkpoint, open_checkpoint
-from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.step import StepArrays
 from tightwire.model.weights import WeightPlan
 from tightwire.server.engine.drafts import Drafter
-from tightwire.server.ipc.messages import AddRequest
 from tightwire.server.plan.weight_decision import spread
 
 NUM_LAYERS = 3
@@ -61,27 +60,11 @@ def events_of(cache: OffloadedCache) -> list[BufferEvent]:
     return list(cache.pool.events)
 
 
-def answers(local: LocalEngine, *, num_requests: int = 12) -> dict[str, list[Any]]:
-    """Tokens and scores of a mixed load: long and short, drawn and greedy, with common beginnings, some repetitive."""
+def answers(local: LocalEngine) -> dict[str, list[Any]]:
     rng = random.Random(10)
     stem = [rng.randrange(256) for _ in range(40)]
-    for index in range(num_requests):
-        prompt = rng.choice([stem, stem[:19], [], [4, 5, 6, 4, 5] * 6]) + [
-            rng.randrange(256) for _ in range(rng.choice([1, 4, 30, 90]))
-        ]
-        params = SamplingParams(
-            max_tokens=rng.choice([3, 12, 40]),
-            temperature=rng.choice([0.0, 0.0, 0.8]),
-            seed=index,
-            ignore_eos=True,
-            logprobs=2,
-        )
-        local.engine.add(AddRequest(id=str(index), prompt_token_ids=prompt, params=params))
-
-    return {
-        name: [score for output in outputs for score in output.logprobs or []]  # each has its token
-        for name, outputs in run_to_end(local.engine).items()
-    }
+    beginnings = [stem, stem[:19], [], [4, 5, 6, 4, 5] * 6]
+    return scores_of_mixed_load(local.engine, rng, beginnings, range(256), 12)
 
 
 # What runs beside an offloaded cache, and the most blocks that a step may have (of 8 tokens; 25 are a longest sequence).

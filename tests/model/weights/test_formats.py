@@ -10,13 +10,14 @@ import pytest
 import torch
 from helpers.model.loading import load_resident
 from helpers.model.tiny_gguf import make_tiny_gguf
-from tiny import make_tiny
+from tiny import make_tiny, tiny_config
 
 from tightwire.kernels.packed import dequantize
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, Q4_1, Q8_0
 from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, expected_tensors
 from tightwire.model.layout import Layout, make_layout
 from tightwire.model.open import Checkpoint, open_checkpoint
@@ -24,16 +25,7 @@ from tightwire.model.weights.formats import WeightFormats, choose_formats, descr
 from tightwire.model.weights.source import ResidentWeights
 
 CPU = torch.device("cpu")
-CONFIG = LlamaConfig(
-    num_layers=2,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    mlp_size=160,
-    vocab_size=304,
-    max_positions=512,
-)
+CONFIG = config_from_hf(tiny_config(dtype="bfloat16"))
 NUM_MATRICES = 2 * 7 + 2
 Q_PROJ, V_PROJ = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.v_proj.weight"
 

@@ -1,15 +1,12 @@
 """Resident weights: slices of all ranks join to the whole; bytes are those of ``weight_bytes``; memory stays near the share."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.model.forked_cases import MEASURE_EACH
+from helpers.model.forked_cases import measure_each
 from helpers.model.loading import load_resident
 from helpers.model.tiny_gguf import make_tiny_gguf
 from tiny import VARIANTS, make_tiny, tiny_config, tiny_tensors
@@ -112,25 +109,17 @@ def test_each_rank_gets_its_slices(tmp_path: Path, variant: str, world_size: int
 
 # Each case in a child of a process that has imported everything.
 _MEASURE = """
-import json, os, sys, torch
-from pathlib import Path
 from tightwire.model.open import open_checkpoint
-from tightwire.large_file import PAGE_BYTES
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import choose_formats, weight_bytes
 from helpers.model.loading import load_resident
-
-def status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 def measure(location, quantization):
     checkpoint = open_checkpoint(location)
     shard = make_layout(checkpoint.config, 2).shards[1]
     formats = choose_formats(checkpoint.reader(), checkpoint.config, quantization)
     torch.ones(100).bfloat16().float()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    before = status("VmRSS")
+    before = peak_from_here()
     load = load_resident(checkpoint.reader(), checkpoint.config, shard, dtype=torch.bfloat16, formats=formats)
     print(json.dumps([status("VmHWM") - before, weight_bytes(checkpoint.config, shard, formats, 2)]), flush=True)
 """
@@ -149,21 +138,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
         "safetensors": make_tiny(folder / "m", dtype="bfloat16", **_BIG),
         "Q8_0": make_tiny_gguf(folder / "m.gguf", "Q8_0", **_BIG),
     }
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            _MEASURE + MEASURE_EACH,
-            json.dumps([(str(models[kind]), name) for kind, name in _KINDS]),
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(_KINDS, map(json.loads, done.stdout.splitlines()), strict=True))
+    cases = [(str(models[kind]), name) for kind, name in _KINDS]
+    return dict(zip(_KINDS, measure_each(_MEASURE, cases), strict=True))
 
 
 @pytest.mark.slow

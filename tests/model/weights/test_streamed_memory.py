@@ -1,13 +1,10 @@
 """The memory of streamed weights is that of the plan, and passes use no more."""
 
-import json
-import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
-from helpers.model.forked_cases import MEASURE_EACH
+from helpers.model.forked_cases import measure_each
 from tiny import make_tiny
 
 from tightwire.model.open import open_checkpoint
@@ -16,8 +13,7 @@ from tightwire.model.weights import WEIGHT_CODECS
 
 # Each case in a child of a process that has imported everything.
 _MEASURE = """
-import json, os, sys, time, torch
-from pathlib import Path
+import time
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.model.open import open_checkpoint
 from tightwire.model.layout import make_layout
@@ -27,14 +23,6 @@ from tightwire.model.weights.load import load_weights
 from tightwire.model.weights.residency import WeightSizes
 from tightwire.model.weights import WEIGHT_CODECS, WeightPlan
 from tightwire.server.plan.weight_decision import spread
-
-def status(key):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-def peak_from_here():
-    Path("/proc/self/clear_refs").write_text("5")
-    return status("VmRSS")
 
 def measure(model, origin, codec, io):
     checkpoint = open_checkpoint(model)
@@ -93,17 +81,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], 
             options = PrepareOptions(dtype="bfloat16", codec=WEIGHT_CODECS[codec])
             prepare(open_checkpoint(str(model)), folder / codec, options)
         arguments.append((str(folder / codec if kind == "prepared" else model), origin, codec, io))
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURE + MEASURE_EACH, json.dumps(arguments)],
-        # What is freed goes back at once, so that what is allocated anew shows.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(zip(_CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+    # What is freed goes back at once, so that what is allocated anew shows.
+    told = measure_each(_MEASURE, arguments, MALLOC_MMAP_THRESHOLD_="65536")
+    return dict(zip(_CASES, told, strict=True))
 
 
 @pytest.mark.slow

@@ -58,18 +58,25 @@ class Caller:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hangs_after", [0, 4])
-async def test_disconnect_cancels_what_runs(engine: FakeEngine, stream: bool, hangs_after: int) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_disconnect_cancels_what_runs(engine: FakeEngine, path: str, stream: bool, hangs_after: int) -> None:
     engine.hangs_after = hangs_after
-    caller = Caller(app_for(engine), {**PROMPT, "stream": stream})
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": PROMPT,
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "n": 3},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 50},
+    }
+    caller = Caller(app_for(engine), {**bodies[path], "stream": stream}, path=path)
     call = asyncio.create_task(caller.run())
     await asyncio.wait_for(engine.hanging.wait(), timeout=60)
-    assert len(engine.live) == 3
+    assert len(engine.live) == bodies[path].get("n", 1)
     caller.hang_up()
     await call
     assert engine.live == set()
     assert engine.cancelled == {request.id for request in engine.submitted}
-    bodies = b"".join(message.get("body", b"") for message in caller.sent)
-    assert b"[DONE]" not in bodies
+    sent = b"".join(message.get("body", b"") for message in caller.sent)
+    assert b"[DONE]" not in sent and b"message_stop" not in sent
 
 
 async def test_disconnect_while_the_prompt_is_computed(engine: FakeEngine) -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import httpx
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, client_of
 from starlette.exceptions import HTTPException
 
 from tightwire.server.api.errors import ApiError, to_api_error
@@ -75,8 +75,7 @@ async def test_stream_without_finish_reason_is_an_error() -> None:
         async def submit(self, requests: Sequence[AddRequest]) -> AsyncGenerator[Output, None]:
             yield Output(id=requests[0].id, token_ids=[65])
 
-    transport = httpx.ASGITransport(app=app_for(Forgetful()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app_for(Forgetful())) as client:
         whole = await client.post("/v1/completions", json={"prompt": "a"})
         streamed = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
     assert whole.status_code == 500 and "finish reason" in whole.json()["error"]["message"]
@@ -89,8 +88,7 @@ async def test_unexpected_error_is_a_500_without_details_and_a_log_record(caplog
             raise RuntimeError("secret detail")
             yield
 
-    transport = httpx.ASGITransport(app=app_for(Broken()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app_for(Broken())) as client:
         with caplog.at_level(logging.ERROR):
             response = await client.post("/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": "r-1"})
     assert response.status_code == 500

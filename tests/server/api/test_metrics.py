@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 import pytest
-from helpers.server.fake_engine import INFO, FakeEngine, app_for
+from helpers.server.fake_engine import INFO, FakeEngine, app_for, client_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from tightwire.server.api.metrics import METRIC_ALIASES, Metrics
@@ -51,8 +51,7 @@ async def test_one_request_is_counted_and_timed(client: httpx.AsyncClient) -> No
 
 
 async def test_vllm_names_have_the_same_values_and_the_models_name(engine: FakeEngine) -> None:
-    transport = httpx.ASGITransport(app_for(engine, http=HttpOptions(metrics_alias="vllm")))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app_for(engine, http=HttpOptions(metrics_alias="vllm"))) as client:
         await client.post("/v1/completions", json={**BODY, "n": 2})
         page = (await client.get("/metrics")).text
     families = {family.name: family for family in text_string_to_metric_families(page)}

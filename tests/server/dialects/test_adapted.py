@@ -3,9 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
-from helpers.server.fake_engine import INFO, FakeEngine, app_for
+from helpers.server.fake_engine import INFO, FakeEngine, app_for, client_of
 
 from tightwire.server.api.lora import Adapters
 from tightwire.server.plan.rank_setup import ServedAdapter
@@ -18,8 +17,7 @@ BODIES = {
 
 async def ask(engine: FakeEngine, path: str, **fields: Any) -> Any:
     adapters = Adapters([ServedAdapter(id=7, name="poet", folder="/x", digest="d")])
-    app = app_for(engine, info=replace(INFO, adapters=adapters))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with client_of(app_for(engine, info=replace(INFO, adapters=adapters))) as client:
         response = await client.post(path, json=BODIES[path] | fields)
     assert response.status_code == 200, response.text
     return response.json()

@@ -1,6 +1,5 @@
 """POST /v1/messages with Anthropic's client: answers, every event of a stream, tools, structured output, errors."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from functools import cache
@@ -8,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, planned, says, serve
+from helpers.server.add_tool import SCHEMA, TOOL_TEMPLATE, WRITTEN
+from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, client_of, planned, says, serve
 from helpers.server.sampling_engine import SamplingEngine
 from jsonschema_rs import validator_for
 from pydantic import TypeAdapter
 
-from tightwire.model.text.tokenizer import CHAT_TEMPLATE
 from tightwire.server.config.http import HttpOptions
 from tightwire.server.ipc.engine_client import EngineState, Phase
 
@@ -21,15 +20,7 @@ if TYPE_CHECKING:  # collecting tests imports it in every worker, which takes tw
     from anthropic import Anthropic
 
 KEY = "secret"
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
 ADD: Any = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
-WRITTEN = 'Well. <tool_call>[{"name": "add", "arguments": {"a": 12}}, {"name": "add", "arguments": {}}]</tool_call>'
-TOOL_TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
 HI: Any = [{"role": "user", "content": "Hi"}]
 BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 300, "messages": HI}
 
@@ -247,8 +238,7 @@ async def test_demanded_calls_follow_the_schema(choice: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
     tools = [{"type": "web_search_20250305", "name": "web_search"}, ADD]
     asked = BODY | {"tools": tools, "tool_choice": choice | {"disable_parallel_tool_use": True}, "seed": 3}
-    app = app_for(SamplingEngine(), template=TOOL_TEMPLATE)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with client_of(app_for(SamplingEngine(), template=TOOL_TEMPLATE)) as client:
         answer = Message.model_validate((await client.post("/v1/messages", json=asked)).json())
         events = events_of(await client.post("/v1/messages", json=asked | {"stream": True}))
     [call] = answer.content
@@ -261,8 +251,7 @@ async def test_demanded_calls_follow_the_schema(choice: dict[str, Any]) -> None:
 async def test_output_config_format() -> None:
     pytest.importorskip("llguidance")
     asked = BODY | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}, "seed": 4}
-    app = app_for(SamplingEngine())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with client_of(app_for(SamplingEngine())) as client:
         response = await client.post("/v1/messages", json=asked)
     [block] = response.json()["content"]
     validator_for(SCHEMA).validate(json.loads(block["text"]))
@@ -380,27 +369,3 @@ def test_engine_death_in_a_stream_raises_in_the_client(api: "Anthropic", engine:
     engine.dies_after = 3
     with pytest.raises(anthropic.APIStatusError, match="rank 1 was killed"):
         list(api.messages.create(**BODY, stream=True))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_cancels(
-    served: tuple[str, FakeEngine], engine: FakeEngine, stream: bool
-) -> None:
-    import anthropic
-    from anthropic import AsyncAnthropic
-
-    engine.token_s, engine.script = 0.01, lambda request: [65] * 10_000
-    async with AsyncAnthropic(base_url=served[0], api_key=KEY, max_retries=0) as client:
-        if stream:
-            events = await client.messages.create(**BODY, stream=True)
-            async for event in events:
-                if event.type == "content_block_delta":
-                    break
-            await events.close()
-        else:
-            with pytest.raises(anthropic.APITimeoutError):
-                await client.with_options(timeout=0.2).messages.create(**BODY)
-        async with asyncio.timeout(20):
-            while engine.live or not engine.cancelled:
-                await asyncio.sleep(0.01)
-    assert engine.num_outputs < 200

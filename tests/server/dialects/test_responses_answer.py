@@ -1,6 +1,5 @@
 """POST /v1/responses with OpenAI's client: answers, every event of a stream, tools, structured output, errors."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -8,26 +7,18 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, planned, says, serve
+from helpers.server.add_tool import SCHEMA, TOOL_TEMPLATE, WRITTEN
+from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, client_of, planned, says, serve
 from helpers.server.sampling_engine import SamplingEngine
 from jsonschema_rs import validator_for
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tightwire.model.text.tokenizer import CHAT_TEMPLATE
 from tightwire.server.config.http import HttpOptions
 from tightwire.server.dialects.responses_answer import ResponsesDialect
 
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
 ADD: dict[str, Any] = {"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": True}
-WRITTEN = 'Well. <tool_call>[{"name": "add", "arguments": {"a": 12}}, {"name": "add", "arguments": {}}]</tool_call>'
-TOOL_TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -226,8 +217,7 @@ def test_other_tools_are_ignored_and_named(raw: httpx.Client, engine: FakeEngine
 
 
 async def test_strict_fields_refuses_other_tools() -> None:
-    app = app_for(FakeEngine(), http=HttpOptions(strict_fields=True))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with client_of(app_for(FakeEngine(), http=HttpOptions(strict_fields=True))) as client:
         response = await client.post("/v1/responses", json={"input": "Hi", "tools": [{"type": "web_search"}]})
     assert response.status_code == 400 and "tools[0].web_search" in response.json()["error"]["message"]
 
@@ -247,8 +237,7 @@ async def test_required_calls_follow_the_schema(choice: Any) -> None:
     tools = [ADD, other] if isinstance(choice, dict) else [{"type": "web_search"}, ADD]
     body = {"input": "Hi", "tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "seed": 3}
     answers = []
-    app = app_for(SamplingEngine(), template=TOOL_TEMPLATE)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with client_of(app_for(SamplingEngine(), template=TOOL_TEMPLATE)) as client:
         answers.append((await client.post("/v1/responses", json=body)).json())
         answers.append(events_of(await client.post("/v1/responses", json=body | {"stream": True}))[-1]["response"])
     for answer in answers:
@@ -265,9 +254,7 @@ async def test_required_calls_follow_the_schema(choice: Any) -> None:
 async def test_text_format(form: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
     body = {"input": "Hi", "text": {"format": form, "verbosity": "low"}, "seed": 4, "max_output_tokens": 150}
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=app_for(SamplingEngine())), base_url="http://test"
-    ) as client:
+    async with client_of(app_for(SamplingEngine())) as client:
         answer = Response.model_validate((await client.post("/v1/responses", json=body)).json())
     if answer.status == "completed":
         assert isinstance(json.loads(answer.output_text), dict)
@@ -383,24 +370,3 @@ def test_engine_death_in_a_stream_raises_in_the_client(api: OpenAI, raw: httpx.C
     vars(engine).update(vars(FakeEngine(dies_after=3)))
     events = events_of(raw.post("/v1/responses", json={"input": "Hi", "stream": True}))
     assert events[-1]["type"] == "error" and events[-1]["error"]["code"] == "unavailable"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_cancels(
-    served: tuple[str, FakeEngine], engine: FakeEngine, stream: bool
-) -> None:
-    engine.token_s, engine.script = 0.01, lambda request: [65] * 10_000
-    async with AsyncOpenAI(base_url=f"{served[0]}/v1", api_key="none", max_retries=0) as client:
-        if stream:
-            events = await client.responses.create(model="tiny", input="Hi", stream=True)
-            async for event in events:
-                if event.type == "response.output_text.delta":
-                    break
-            await events.close()
-        else:
-            with pytest.raises(openai.APITimeoutError):
-                await client.with_options(timeout=0.2).responses.create(model="tiny", input="Hi")
-        async with asyncio.timeout(20):
-            while engine.live or not engine.cancelled:
-                await asyncio.sleep(0.01)
-    assert engine.num_outputs < 200

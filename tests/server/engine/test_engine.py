@@ -1,13 +1,14 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.server.fake_runner import FakeRunner, OneRank, logits_after
+from helpers.server.fake_runner import FakeRunner, OneRank, greedy_tokens, logits_after
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import banned_ids
@@ -25,6 +26,7 @@ from tightwire.server.ipc.engine_stats import RankCounts
 from tightwire.server.ipc.messages import AddRequest, FirstToken, Output, PromptProgress
 
 VOCAB = 61
+greedy = partial(greedy_tokens, vocab_size=VOCAB)
 EOS = 2
 ROOMY = Limits(max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=4)
 
@@ -52,7 +54,7 @@ class OddGuesses(Drafter):
 
     def draft(self, request: Request, room: int, num_rows: int = 1, num_seqs: int = 1) -> list[int]:
         text = list(request.token_ids)
-        right = greedy_reference(text, len(text) % 4)
+        right = greedy(text, len(text) % 4)
         return [*right, (len(text) * 7) % VOCAB][: max(0, room)]
 
 
@@ -109,16 +111,9 @@ def alone(message: AddRequest, **options: Any) -> Answer:
     return answers[message.id]
 
 
-def greedy_reference(prompt: list[int], num_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(int(logits_after(tokens, VOCAB).argmax()))
-    return tokens[len(prompt) :]
-
-
 def test_greedy_text() -> None:
     answer = alone(AddRequest("a", [5, 6, 7], params(max_tokens=20)))
-    assert answer.token_ids == greedy_reference([5, 6, 7], 20)
+    assert answer.token_ids == greedy([5, 6, 7], 20)
     assert answer.finish_reason == "length" and answer.queue_s is not None and answer.queue_s >= 0
     assert answer.logprobs == [] and answer.prompt_logprobs is None
 
@@ -129,7 +124,7 @@ def test_chunked_prefill_gives_the_same_text() -> None:
     engine, answers = make_engine(limits), {}
     engine.add(AddRequest("a", prompt, params()))
     drain(engine, answers)
-    assert answers["a"].token_ids == greedy_reference(prompt, 8)
+    assert answers["a"].token_ids == greedy(prompt, 8)
     assert engine.stats().counters.num_steps == 8 + 7
 
 
@@ -142,11 +137,11 @@ def test_new_request_joins_at_the_next_step_that_is_planned(plan_ahead: bool) ->
         assert {output.id for output in engine.step().outputs} == {"a"}
     assert {output.id for output in engine.step().outputs} == {"a", "b"}
     drain(engine, answers)
-    assert answers["b"].token_ids == greedy_reference([9], 3)[1:]
+    assert answers["b"].token_ids == greedy([9], 3)[1:]
 
 
 def test_stop_tokens() -> None:
-    text = greedy_reference([5, 6], 12)
+    text = greedy([5, 6], 12)
     stop = text[4]
     first = text.index(stop)
     answer = alone(AddRequest("a", [5, 6], params(max_tokens=12, stop_token_ids=(stop,))))
@@ -196,7 +191,7 @@ def test_prompt_logprobs(budget: int, max_tokens: int) -> None:
     engine.add(AddRequest("a", prompt, params(max_tokens=max_tokens, prompt_logprobs=3)))
     drain(engine, answers)
     check_prompt_logprobs(prompt, answers["a"].prompt_logprobs, top_n=3)
-    assert answers["a"].token_ids == greedy_reference(prompt, max_tokens)
+    assert answers["a"].token_ids == greedy(prompt, max_tokens)
     assert answers["a"].finish_reason == "length" and answers["a"].queue_s is not None
     assert engine.stats().counters.num_prompt_tokens == 29
 
@@ -245,7 +240,7 @@ def test_invalid_requests_get_an_error_and_affect_nobody(
     engine.add(AddRequest("bad", prompt, params(**changes)))
     drain(engine, answers)
     assert answers["bad"].finish_reason == "error" and message in (answers["bad"].message or "")
-    assert answers["good"].token_ids == greedy_reference([5, 6], 8)
+    assert answers["good"].token_ids == greedy([5, 6], 8)
 
 
 def test_cancel_frees_blocks_at_once_and_has_one_output(plan_ahead: bool) -> None:
@@ -271,7 +266,7 @@ def test_an_id_can_be_reused() -> None:
     drain(engine, first)
     engine.add(AddRequest("a", [5, 6], params()))
     drain(engine, second)
-    assert second["a"].token_ids == greedy_reference([5, 6], 8)
+    assert second["a"].token_ids == greedy([5, 6], 8)
 
 
 def test_a_second_request_of_a_live_id_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
@@ -279,7 +274,7 @@ def test_a_second_request_of_a_live_id_is_ignored(caplog: pytest.LogCaptureFixtu
     engine.add(AddRequest("a", [5, 6], params()))
     engine.add(AddRequest("a", [9], params(max_tokens=2)))
     drain(engine, answers)
-    assert answers["a"].token_ids == greedy_reference([5, 6], 8)
+    assert answers["a"].token_ids == greedy([5, 6], 8)
     assert "request a is already running" in caplog.text
 
 
@@ -300,7 +295,7 @@ def test_nan_logits_end_only_their_own_request(changes: dict[str, Any]) -> None:
     engine.add(AddRequest("bad", [7, 1], params(**changes)))
     drain(engine, answers)
     assert answers["bad"].finish_reason == "error" and "not finite" in (answers["bad"].message or "")
-    assert answers["good"].token_ids == greedy_reference([5, 6], 8)
+    assert answers["good"].token_ids == greedy([5, 6], 8)
     assert engine.stats().total.num_free_blocks == ROOMY.num_blocks
 
 
@@ -316,7 +311,7 @@ def test_tokens_before_nan_logits_are_sent() -> None:
     engine.add(AddRequest("a", [5, 6, 8], params()))
     drain(engine, answers)
     # The third step's first guess is right, and there are no scores behind it.
-    assert answers["a"].token_ids == greedy_reference([5, 6, 8], 3)
+    assert answers["a"].token_ids == greedy([5, 6, 8], 3)
     assert answers["a"].finish_reason == "error" and "not finite" in (answers["a"].message or "")
 
 
@@ -523,7 +518,7 @@ def test_preempted_in_the_middle_of_an_echo() -> None:
     drain(engine, answers)
     assert engine.stats().counters.num_preemptions == 1
     check_prompt_logprobs(prompt, answers["echo"].prompt_logprobs, top_n=1)
-    assert answers["echo"].token_ids == greedy_reference(prompt, 5)
+    assert answers["echo"].token_ids == greedy(prompt, 5)
 
 
 def test_same_seed_same_text_other_seed_other_text() -> None:

@@ -1,12 +1,13 @@
 """What a model drafts for which sequences, with a model that is always right and costs what a test says."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
 from helpers.server.draft_engine import Constant
-from helpers.server.fake_runner import FakeDraftRunner, FakeRunner, logits_after
+from helpers.server.fake_runner import FakeDraftRunner, FakeRunner, greedy_tokens
 
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.sampling.parameters import SamplingParams
@@ -19,6 +20,7 @@ from tightwire.server.engine.request import Request, RequestRules, make_request
 from tightwire.server.ipc.messages import AddRequest
 
 VOCAB = 61
+greedy = partial(greedy_tokens, vocab_size=VOCAB)
 LIMITS = Limits(max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=64, block_size=4)
 _NAMES = count()
 
@@ -49,13 +51,6 @@ def request(tokens: list[int], num_prompt: int | None = None, **params: Any) -> 
     made = make_request(given, (), 0.0)
     made.token_ids += tokens[num_prompt:]
     return made
-
-
-def greedy(tokens: list[int], num: int) -> list[int]:
-    text = list(tokens)
-    for _ in range(num):
-        text.append(int(logits_after(text, VOCAB).argmax()))
-    return text[len(tokens) :]
 
 
 def drafts(drafter: ModelDrafter, *requests: Request) -> list[list[int]]:

@@ -1,13 +1,14 @@
 """Steps planned ahead: the same answers, deferred tokens filled in, unneeded rows dropped."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.comm.collective_bytes import broadcast_bytes
-from helpers.server.fake_runner import FakeRunner, logits_after
+from helpers.server.fake_runner import FakeRunner, greedy_tokens
 from helpers.server.local_engine import continue_prompts, local_engine, run_to_end
 from tiny import VARIANTS, make_tiny
 from torch import Tensor
@@ -25,6 +26,7 @@ from tightwire.server.engine.step_builder import Chunk
 from tightwire.server.ipc.messages import AddRequest, Output
 
 VOCAB = 61
+greedy = partial(greedy_tokens, vocab_size=VOCAB)
 ROOMY = Limits(max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=4)
 
 
@@ -40,13 +42,6 @@ def params(**changes: Any) -> SamplingParams:
 
 def tokens_of(outputs: Sequence[Output]) -> list[int]:
     return [token_id for output in outputs for token_id in output.token_ids]
-
-
-def greedy_text(prompt: list[int], num_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(int(logits_after(tokens, VOCAB).argmax()))
-    return tokens[len(prompt) :]
 
 
 def test_what_a_grammar_forces_was_not_drafted() -> None:
@@ -100,7 +95,7 @@ def test_a_step_is_launched_before_its_predecessor_is_waited_for(plan_ahead: boo
     in_turn = ["run 1", "wait 1", "tell", "run 2", "wait 2", "tell", "run 3", "wait 3", "tell"]
     ahead = ["run 1", "run 2", "wait 1", "tell", "run 3", "wait 2", "tell", "wait 3", "tell"]
     assert seen == (ahead if plan_ahead else in_turn)
-    assert told == [[token_id] for token_id in greedy_text([5, 6], 3)]
+    assert told == [[token_id] for token_id in greedy([5, 6], 3)]
     assert engine.stats().counters.num_steps_ahead == (2 if plan_ahead else 0)
 
 
@@ -122,14 +117,14 @@ def _values(limits: Limits) -> dict[str, Any]:
 
 
 def test_a_row_after_a_stop_token_is_dropped() -> None:
-    text = greedy_text([5, 6], 12)
+    text = greedy([5, 6], 12)
     runner = FakeRunner(ROOMY, VOCAB)
     engine = make_engine(runner)
     engine.add(AddRequest("stops", [5, 6], params(max_tokens=12, stop_token_ids=(text[3],))))
     engine.add(AddRequest("goes on", [8], params(max_tokens=7)))
     outputs = run_to_end(engine)
     assert tokens_of(outputs["stops"]) == text[:4] and outputs["stops"][-1].finish_reason == "stop"
-    assert tokens_of(outputs["goes on"]) == greedy_text([8], 7)
+    assert tokens_of(outputs["goes on"]) == greedy([8], 7)
     assert [len(ints(plan.query_lens)) for plan in runner.plans] == [2] * 5 + [1] * 2  # the fifth's for nothing
     stats = engine.stats()
     assert (stats.counters.num_generation_tokens, stats.total.num_free_blocks) == (4 + 7, ROOMY.num_blocks)
@@ -137,13 +132,13 @@ def test_a_row_after_a_stop_token_is_dropped() -> None:
 
 def test_a_step_whose_sequences_all_ended_is_not_waited_for(seen: list[str]) -> None:
     engine = make_engine(_Watched(seen))
-    text = greedy_text([5, 6], 2)
+    text = greedy([5, 6], 2)
     engine.add(AddRequest("a", [5, 6], params(stop_token_ids=(text[1],))))
     outputs = run_to_end(engine)
     assert tokens_of(outputs["a"]) == text
     assert seen == ["run 1", "run 2", "wait 1", "run 3", "wait 2"]
     engine.add(AddRequest("a", [8], params(max_tokens=2)))
-    assert tokens_of(run_to_end(engine)["a"]) == greedy_text([8], 2)
+    assert tokens_of(run_to_end(engine)["a"]) == greedy([8], 2)
     assert engine.stats().counters.num_steps_ahead == 3  # the first step of the new one was behind nothing
 
 
@@ -156,9 +151,9 @@ def test_a_reused_id_gets_no_tokens_of_its_predecessor() -> None:
     engine.add(AddRequest("a", [9], params(max_tokens=3)))
     later = run_to_end(engine)
     assert later["a"][0].finish_reason == "cancelled"
-    assert tokens_of(later["a"]) == greedy_text([9], 3)
+    assert tokens_of(later["a"]) == greedy([9], 3)
     others = [output for output in outputs if output.id == "other"] + later["other"]
-    assert tokens_of(others) == greedy_text([8], 9)
+    assert tokens_of(others) == greedy([8], 9)
 
 
 def test_a_row_after_nan_logits_is_dropped() -> None:
@@ -175,7 +170,7 @@ def test_a_row_after_nan_logits_is_dropped() -> None:
     engine.add(AddRequest("good", [8], params()))
     outputs = run_to_end(engine)
     assert [output.finish_reason for output in outputs["bad"]] == [None, "error"]
-    assert tokens_of(outputs["good"]) == greedy_text([8], 8)
+    assert tokens_of(outputs["good"]) == greedy([8], 8)
     assert (
         ints(runner.plans[2].token_ids).tolist() == [-1, -2]
         and engine.stats().total.num_free_blocks == ROOMY.num_blocks
@@ -190,11 +185,11 @@ def test_a_block_with_a_deferred_token_is_not_shared(prefix_cache: str) -> None:
     engine = make_engine(runner, limits)
     engine.add(AddRequest("a", [5, 6, 7], params(max_tokens=14)))
     text = tokens_of(run_to_end(engine)["a"])
-    assert text == greedy_text([5, 6, 7], 14)
+    assert text == greedy([5, 6, 7], 14)
     engine.add(AddRequest("b", [5, 6, 7, *text], params(max_tokens=2)))
     (first, second) = run_to_end(engine)["b"]
     assert first.num_cached_tokens == (16 if prefix_cache == "all" else 0)
-    assert tokens_of([first, second]) == greedy_text([5, 6, 7, *text], 2)
+    assert tokens_of([first, second]) == greedy([5, 6, 7, *text], 2)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +225,7 @@ def test_no_step_ahead_of_possible_drafts() -> None:
     for name in "ab":
         engine.add(AddRequest(name, [5, 6, 5], params()))
     texts = {name: tokens_of(outputs) for name, outputs in run_to_end(engine).items()}
-    assert texts == dict.fromkeys("ab", greedy_text([5, 6, 5], 8))
+    assert texts == dict.fromkeys("ab", greedy([5, 6, 5], 8))
     assert engine.stats().counters.num_steps_ahead > 0
 
 
@@ -238,11 +233,11 @@ def test_a_step_ahead_preempts_nobody() -> None:
     """Two sequences fill the pool when the older one is about to end: the step waits for its blocks."""
     limits = Limits(max_model_len=24, max_num_seqs=2, max_num_batched_tokens=24, num_blocks=6, block_size=4)
     engine = make_engine(FakeRunner(limits, VOCAB), limits)
-    stop = greedy_text([5] * 3, 10)[9]
+    stop = greedy([5] * 3, 10)[9]
     engine.add(AddRequest("old", [5] * 3, params(max_tokens=21, stop_token_ids=(stop,))))
     engine.add(AddRequest("young", [7] * 3, params(max_tokens=14)))
     outputs = run_to_end(engine)
-    assert len(tokens_of(outputs["old"])) == 10 and tokens_of(outputs["young"]) == greedy_text([7] * 3, 14)
+    assert len(tokens_of(outputs["old"])) == 10 and tokens_of(outputs["young"]) == greedy([7] * 3, 14)
     stats = engine.stats()
     assert stats.counters.num_preemptions == 0 and stats.counters.num_steps == 14
     assert 0 < stats.counters.num_steps_ahead < 13

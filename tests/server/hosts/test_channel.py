@@ -10,6 +10,16 @@ from tightwire.server.hosts.channel import Channel, LostError, accept_channels, 
 from tightwire.server.hosts.messages import Beat, Challenge, End, Hello, Table
 
 
+async def connected() -> tuple[asyncio.Server, Channel, Channel]:
+    """A listening server, and both ends of a connection to it."""
+    channels: list[Channel] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = await accept_channels(listener, channels.append)
+    here = await open_channel("127.0.0.1", listener.getsockname()[1], 3.0)
+    await until(lambda: channels)
+    return server, here, channels[0]
+
+
 async def test_a_silent_host_is_lost_within_its_deadline() -> None:
     accepted: list[asyncio.StreamWriter] = []
     server = await asyncio.start_server(lambda _, writer: accepted.append(writer), "127.0.0.1", 0)
@@ -24,29 +34,21 @@ async def test_a_silent_host_is_lost_within_its_deadline() -> None:
 
 async def test_a_hello_that_may_be_too_long_for_the_network_is_told_so() -> None:
     """A connection and short messages pass, as through a tunnel whose ends have a larger MTU."""
-    channels: list[Channel] = []
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = await accept_channels(listener, channels.append)
-    here = await open_channel("127.0.0.1", listener.getsockname()[1], 3.0)
-    await until(lambda: channels)
-    channels[0].send(Challenge("nonce"))
+    server, here, there = await connected()
+    there.send(Challenge("nonce"))
     with pytest.raises(LostError, match="silent for 0.2 s; if only long messages are lost, lower the MTU of the"):
         await introduce(here, Hello(1, "127.0.0.1", "lo", [], {}, 0), b"", 0.2)
-    await asyncio.gather(here.close(), channels[0].close())
+    await asyncio.gather(here.close(), there.close())
     server.close()
 
 
 async def test_the_last_message_arrives_although_the_sender_has_not_read_all() -> None:
-    channels: list[Channel] = []
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = await accept_channels(listener, channels.append)
-    here = await open_channel("127.0.0.1", listener.getsockname()[1], 3.0)
-    await until(lambda: channels)
+    server, here, there = await connected()
     for _ in range(1000):
         here.send(Table("x" * 1000))
     await asyncio.sleep(0.05)
-    channels[0].send(End(0, "the reason"))
-    await channels[0].close()
+    there.send(End(0, "the reason"))
+    await there.close()
     assert await here.receive(3.0) == End(0, "the reason")
     await here.close()
     server.close()
@@ -54,17 +56,13 @@ async def test_the_last_message_arrives_although_the_sender_has_not_read_all() -
 
 async def test_what_follows_the_end_is_dropped_while_the_other_host_has_not_closed() -> None:
     """As of a host that was cut off: its beats go on for half a second."""
-    channels: list[Channel] = []
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = await accept_channels(listener, channels.append)
-    here = await open_channel("127.0.0.1", listener.getsockname()[1], 3.0)
-    await until(lambda: channels)
+    server, here, there = await connected()
     ending = asyncio.create_task(here.end(1, "the reason"))
-    assert await channels[0].receive(3.0) == End(1, "the reason")
+    assert await there.receive(3.0) == End(1, "the reason")
     with pytest.raises(LostError, match="closed the connection"):
-        await channels[0].receive(3.0)
+        await there.receive(3.0)
     assert not ending.done()
     here.send(Beat())
     await ending
-    await channels[0].close()
+    await there.close()
     server.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from helpers.server.hosts import PLAN, Told, free_ports, joining, tiny_checkpoint, until
+from helpers.server.hosts import PLAN, Told, free_ports, joining, tiny_checkpoint, two_hosts, until
 
 from tightwire.server.hosts.channel import LostError
 from tightwire.server.hosts.head import Head
@@ -103,20 +103,14 @@ async def test_a_node_that_starts_after_a_refusal_hears_it() -> None:
 
 
 async def test_another_model_is_refused_by_node(tmp_path: Path) -> None:
-    port = free_ports(6)
-    head, member = Head(joining(0, port, Told())), Member(joining(1, port, Told()))
-    store = socket.create_server(("127.0.0.1", port + 1))
-    await asyncio.gather(head.join(), member.join())
-    other = asyncio.create_task(member.agree(tiny_checkpoint(tmp_path, seed=1), PLAN))
-    with pytest.raises(
-        ValueError,
-        match=r"node 1 .* has the model [0-9a-f]+, node 0 .* has the model [0-9a-f]+; give the same files on every",
-    ):
-        await head.agree(tiny_checkpoint(tmp_path), PLAN)
-    other.cancel()
-    await head.close()
-    await member.close()
-    store.close()
+    async with two_hosts() as (head, member, _):
+        other = asyncio.create_task(member.agree(tiny_checkpoint(tmp_path, seed=1), PLAN))
+        with pytest.raises(
+            ValueError,
+            match=r"node 1 .* has the model [0-9a-f]+, node 0 .* has the model [0-9a-f]+; give the same files on every",
+        ):
+            await head.agree(tiny_checkpoint(tmp_path), PLAN)
+        other.cancel()
 
 
 async def test_a_missing_node_is_named_with_its_time() -> None:
@@ -131,18 +125,13 @@ async def test_a_missing_node_is_named_with_its_time() -> None:
 
 
 async def test_a_node_that_closes_its_connection_is_lost() -> None:
-    port, told = free_ports(6), Told()
-    head, member = Head(joining(0, port, told)), Member(joining(1, port, Told()))
-    store = socket.create_server(("127.0.0.1", port + 1))
-    await asyncio.gather(head.join(), member.join())
-    assert member._channel is not None
-    member._channel._writer.transport.abort()
-    await until(lambda: told.ends)
-    assert told.ends[0][:2] == ("node 1 (127.0.0.1)", 1)
-    assert told.ends[0][2].startswith("lost: it ")
-    await head.close()
-    await member.close()
-    store.close()
+    told = Told()
+    async with two_hosts(told) as (_, member, _):
+        assert member._channel is not None
+        member._channel._writer.transport.abort()
+        await until(lambda: told.ends)
+        assert told.ends[0][:2] == ("node 1 (127.0.0.1)", 1)
+        assert told.ends[0][2].startswith("lost: it ")
 
 
 async def test_a_node_that_starts_again_while_others_are_missing_takes_its_place() -> None:
@@ -198,15 +187,9 @@ async def test_waiting_for_a_node_is_cancelled_at_the_moment_of_its_message() ->
 
 
 async def test_steps_of_other_nodes_ranks_go_to_their_addresses() -> None:
-    port = free_ports(6)
-    head, member = Head(joining(0, port, Told())), Member(joining(1, port, Told()))
-    store = socket.create_server(("127.0.0.1", port + 1))
-    await asyncio.gather(head.join(), member.join())
-    local = ["ipc://rank0", f"tcp://0.0.0.0:{port + 4}"]
-    assert list(head.inboxes(local)) == ["ipc://rank0", f"tcp://127.0.0.1:{port + 4}"]
-    assert list(member.inboxes(local)) == local
-    assert (head.watched, member.watched) == (range(2), range(1, 2))
-    assert [head.node_of(rank) for rank in head.watched] == ["node 0", "node 1"]
-    await head.close()
-    await member.close()
-    store.close()
+    async with two_hosts() as (head, member, port):
+        local = ["ipc://rank0", f"tcp://0.0.0.0:{port + 4}"]
+        assert list(head.inboxes(local)) == ["ipc://rank0", f"tcp://127.0.0.1:{port + 4}"]
+        assert list(member.inboxes(local)) == local
+        assert (head.watched, member.watched) == (range(2), range(1, 2))
+        assert [head.node_of(rank) for rank in head.watched] == ["node 0", "node 1"]

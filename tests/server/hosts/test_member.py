@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.server.hosts import PLAN, Told, free_ports, joining, tiny_checkpoint, until
+from helpers.server.hosts import PLAN, Told, free_ports, joining, tiny_checkpoint, two_hosts, until
 
 from tightwire.server.hosts.channel import Channel, LostError, accept_channels
 from tightwire.server.hosts.head import Head
@@ -81,19 +81,14 @@ async def test_what_listens_in_the_place_of_node_0_and_is_silent_is_waited_for_n
 
 async def test_a_model_that_is_not_here_is_fetched_from_node_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    port, model = free_ports(6), tiny_checkpoint(tmp_path)
-    head, member = Head(joining(0, port, Told())), Member(joining(1, port, Told()))
-    store = socket.create_server(("127.0.0.1", port + 1))
-    await asyncio.gather(head.join(), member.join())
-    waiting = asyncio.create_task(head.agree(model, PLAN))
-    shares: list[float] = []
-    path = await member.find_model(str(tmp_path / "elsewhere"), lambda _, share: shares.append(share))
-    assert sorted(file.name for file in Path(path).iterdir() if file.name != ".lock") == sorted(
-        file.name for file in (tmp_path / "tiny0").iterdir()
-    )
-    assert shares == sorted(shares) and shares
-    assert await member.find_model(path, lambda *_: None) == path, "it is here now"
-    assert await asyncio.gather(waiting, member.agree(model, PLAN)) == [PLAN, PLAN]
-    await head.close()
-    await member.close()
-    store.close()
+    model = tiny_checkpoint(tmp_path)
+    async with two_hosts() as (head, member, _):
+        waiting = asyncio.create_task(head.agree(model, PLAN))
+        shares: list[float] = []
+        path = await member.find_model(str(tmp_path / "elsewhere"), lambda _, share: shares.append(share))
+        assert sorted(file.name for file in Path(path).iterdir() if file.name != ".lock") == sorted(
+            file.name for file in (tmp_path / "tiny0").iterdir()
+        )
+        assert shares == sorted(shares) and shares
+        assert await member.find_model(path, lambda *_: None) == path, "it is here now"
+        assert await asyncio.gather(waiting, member.agree(model, PLAN)) == [PLAN, PLAN]

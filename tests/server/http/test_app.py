@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
-from helpers.server.fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, says
+from helpers.server.fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, client_of, says
 
 from tightwire import __version__
 from tightwire.model.text.tokenizer import BOS, CHAT_TEMPLATE
@@ -269,7 +268,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
 
 
 async def test_other_names_of_the_model(engine: FakeEngine) -> None:
-    async with _client(app_for(engine, info=replace(INFO, other_names=("small", "a/b")))) as client:
+    async with client_of(app_for(engine, info=replace(INFO, other_names=("small", "a/b")))) as client:
         listed = (await client.get("/v1/models")).json()["data"]
         one = (await client.get("/v1/models/a/b")).json()
         answer = await client.post("/v1/completions", json={"prompt": "a", "model": "small"})
@@ -303,7 +302,7 @@ async def test_version_and_tokenizer_info(client: httpx.AsyncClient) -> None:
 )
 async def test_sampling_defaults_of_the_model(engine: FakeEngine, path: str, body: dict[str, Any]) -> None:
     info = replace(INFO, sampling={"temperature": 0.6, "top_p": 0.9, "top_k": 50})
-    async with _client(app_for(engine, info=info)) as client:
+    async with client_of(app_for(engine, info=info)) as client:
         answer = (await client.post(path, json=body)).json()
         await client.post(path, json={**body, "temperature": 0.5, "top_k": 0})
     first, second = (request.params for request in engine.submitted)
@@ -315,7 +314,7 @@ async def test_sampling_defaults_of_the_model(engine: FakeEngine, path: str, bod
 async def test_variables_of_the_chat_template(engine: FakeEngine) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"enable_thinking": False}}
     template = "{{ messages[0].content }} {{ enable_thinking }} {{ add_generation_prompt }}"
-    async with _client(app_for(engine, template=template)) as client:
+    async with client_of(app_for(engine, template=template)) as client:
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
         body["chat_template_kwargs"] = {"add_generation_prompt": False}
         refused = (await client.post("/v1/chat/completions", json=body)).json()["error"]
@@ -383,7 +382,7 @@ async def test_a_stream_tells_how_much_of_its_prompt_is_computed(
 async def test_while_loading_only_liveness_and_metrics_respond(engine: FakeEngine) -> None:
     unknown = {"kernels": "", "activations": ""}
     engine.state = EngineState(phase=Phase.LOADING, reason="rank 0: weights 40%")
-    async with _client(app_for(engine, loaded=False)) as client:
+    async with client_of(app_for(engine, loaded=False)) as client:
         assert (await client.get("/health/live")).status_code == 200
         assert (await client.get("/metrics")).status_code == 200
         for path in ("/health", "/health/ready"):
@@ -399,7 +398,7 @@ async def test_while_loading_only_liveness_and_metrics_respond(engine: FakeEngin
 
 async def test_an_engine_without_its_tokenizer_is_not_ready(engine: FakeEngine) -> None:
     unknown = {"kernels": "", "activations": ""}
-    async with _client(app_for(engine, loaded=False)) as client:
+    async with client_of(app_for(engine, loaded=False)) as client:
         assert (await client.get("/health")).json() == {"status": "loading", "reason": "tokenizer", **unknown}
 
 
@@ -416,7 +415,7 @@ async def test_draining_rejects_new_work_and_still_reports_status(
 
 async def test_key_guards_everything_but_health_and_metrics(engine: FakeEngine) -> None:
     app = app_for(engine, http=HttpOptions(api_key="sésame"))
-    async with _client(app) as client:
+    async with client_of(app) as client:
         for path in ("/health", "/health/live", "/health/ready", "/metrics"):
             assert (await client.get(path)).status_code == 200, path
         closed = [
@@ -461,14 +460,14 @@ async def test_queue_full_is_429(client: httpx.AsyncClient, engine: FakeEngine) 
 
 
 async def test_more_sequences_than_the_queue_holds_is_400(engine: FakeEngine) -> None:
-    async with _client(app_for(engine, http=HttpOptions(max_queued_requests=4))) as client:
+    async with client_of(app_for(engine, http=HttpOptions(max_queued_requests=4))) as client:
         response = await client.post("/v1/completions", json={"prompt": ["a"] * 3, "n": 2})
         assert response.status_code == 400
         assert "6 sequences" in response.json()["error"]["message"]
 
 
 async def test_chat_without_template_is_400(engine: FakeEngine) -> None:
-    async with _client(app_for(engine, chat=False)) as client:
+    async with client_of(app_for(engine, chat=False)) as client:
         for path, body in (("/v1/chat/completions", CHAT), ("/tokenize", CHAT)):
             response = await client.post(path, json=body)
             assert response.status_code == 400
@@ -482,7 +481,7 @@ async def test_body_limit_counts_what_arrives(engine: FakeEngine) -> None:
         for _ in range(1000):
             yield b"a" * 100_000
 
-    async with _client(app_for(engine)) as client:
+    async with client_of(app_for(engine)) as client:
         headers = {"content-type": "application/json"}
         for content in (b'{"prompt": "' + b"a" * (4 << 20) + b'"}', endless()):
             response = await client.post("/v1/completions", content=content, headers=headers)
@@ -506,9 +505,3 @@ async def test_routes_that_do_not_exist(client: httpx.AsyncClient) -> None:
     wrong = await client.get("/v1/completions")
     assert wrong.status_code == 405 and wrong.json()["error"]["code"] == "method_not_allowed"
     assert wrong.headers["allow"] == "POST"
-
-
-@asynccontextmanager
-async def _client(app: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
-        yield client

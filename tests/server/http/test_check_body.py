@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, client_of
 from pydantic import ValidationError
 
 from tightwire.server.api.errors import ApiError
@@ -48,7 +48,7 @@ SILENT: list[dict[str, Any]] = [
 
 
 def _client(http: HttpOptions) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app_for(FakeEngine(), http=http)), base_url="http://t")
+    return client_of(app_for(FakeEngine(), http=http))
 
 
 @pytest.mark.parametrize("stream", [False, True])

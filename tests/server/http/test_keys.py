@@ -2,14 +2,12 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, client_of
 
 from tightwire.server.api.errors import ApiError
 from tightwire.server.config.keys import ApiKey
@@ -34,11 +32,8 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-@asynccontextmanager
-async def open_client(engine: FakeEngine, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app=app_for(engine, http=HttpOptions(**options)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
-        yield client
+def open_client(engine: FakeEngine, **options: Any) -> httpx.AsyncClient:
+    return client_of(app_for(engine, http=HttpOptions(**options)))
 
 
 async def ask(client: httpx.AsyncClient, key: str) -> httpx.Response:

@@ -1,24 +1,19 @@
 """The request log: a line of JSON for each request, with prompts only if asked; rotation; pages of other origins."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, client_of
 
 from tightwire.server.config.serve import HttpOptions
 
 CHAT = {"messages": [{"role": "user", "content": "a secret question"}], "max_tokens": 3}
 
 
-@asynccontextmanager
-async def open_client(engine: FakeEngine, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = app_for(engine, http=HttpOptions(**options))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
-        yield client
+def open_client(engine: FakeEngine, **options: Any) -> httpx.AsyncClient:
+    return client_of(app_for(engine, http=HttpOptions(**options)))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

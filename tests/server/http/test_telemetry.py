@@ -9,9 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from typing import Any
 
-import httpx
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, client_of
 
 from tightwire.server.api.request_bodies import CompletionBody
 from tightwire.server.api.trace import RequestRecord
@@ -79,8 +78,7 @@ async def test_spans_of_a_request(collector: Collector, monkeypatch: pytest.Monk
         return made[0]
 
     monkeypatch.setattr("tightwire.server.http.app.Telemetry", make)
-    app = app_for(engine, http=HttpOptions(otlp_endpoint=collector.url))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with client_of(app_for(engine, http=HttpOptions(otlp_endpoint=collector.url))) as client:
         parent = {"traceparent": "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"}
         answer = (await client.post("/v1/chat/completions", json=CHAT, headers=parent)).json()
         await client.get("/v1/models")

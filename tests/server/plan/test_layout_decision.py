@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from tiny import tiny_config
 
 from tightwire.comm.link.probe import PairFacts
 from tightwire.comm.link.wire import LinkFacts, network_facts
 from tightwire.comm.policy.schedule import HostRates
-from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.open import open_checkpoint
 from tightwire.model.stages import StagePlan
 from tightwire.model.weights.formats import WeightFormats, choose_formats
@@ -20,16 +21,7 @@ from tightwire.server.hosts.launcher import resolve_hosts
 from tightwire.server.plan import layout_decision, run_plan
 from tightwire.server.plan.rank_setup import LayoutChoice
 
-MODEL = LlamaConfig(
-    num_layers=6,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    mlp_size=160,
-    vocab_size=304,
-    max_positions=512,
-)
+MODEL = config_from_hf(tiny_config(dtype="bfloat16", num_hidden_layers=6))
 
 
 _REFUSED_BY_STAGES: list[tuple[dict[str, Any], str]] = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.model.tiny_gguf import make_tiny_gguf
-from tiny import make_tiny
+from tiny import make_tiny, tiny_config
 
 from tightwire.comm.all_reduce.entry import Setting
 from tightwire.comm.group.host import num_cores
@@ -18,6 +18,7 @@ from tightwire.comm.policy.tune_file import Measured, Point, this_host, tune_pat
 from tightwire.cuda_devices import CudaDevice
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError
+from tightwire.model.checkpoint.hf_config import config_from_hf
 from tightwire.model.weights.formats import WeightFormats
 from tightwire.progress import Progress
 from tightwire.server.config.flags import make_config
@@ -25,16 +26,7 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.plan import comm_decision, run_plan, setting
 
 GIB = 1 << 30
-MODEL = LlamaConfig(
-    num_layers=2,
-    hidden_size=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    mlp_size=160,
-    vocab_size=304,
-    max_positions=512,
-)
+MODEL = config_from_hf(tiny_config(dtype="bfloat16"))
 
 
 def decide(config: ServeConfig, model: LlamaConfig) -> run_plan.Decision:

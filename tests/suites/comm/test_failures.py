@@ -127,6 +127,12 @@ def test_a_rank_that_never_comes_is_named_by_all_others(name: str, sockets: bool
         assert failure.doing is not None and failure.doing.startswith(f"all_reduce {ran} 1152 B, #2")
 
 
+def _assert_lost_at_once(seen: dict[int, Seen], rank: int) -> None:
+    for failure in seen.values():
+        assert (failure.error, failure.ranks) == ("PeerLostError", (rank,)), failure.message
+        assert failure.seconds < 5
+
+
 @pytest.mark.parametrize(
     ("name", "num_elems"), [("native", 288), ("one-shot", 500_000), ("ring", 288), ("two-shot", 500_000)]
 )
@@ -139,9 +145,7 @@ def test_a_killed_rank_is_named_long_before_the_deadline(name: str, num_elems: i
     assert "exit code -9" in str(outcomes[BAD_RANK])
     seen = _survivors(outcomes)
     assert sorted(seen) == [0, 1, 3]
-    for failure in seen.values():
-        assert (failure.error, failure.ranks) == ("PeerLostError", (BAD_RANK,)), failure.message
-        assert failure.seconds < 5
+    _assert_lost_at_once(seen, BAD_RANK)
 
 
 @OVER_EACH
@@ -165,9 +169,7 @@ def test_a_rank_that_leaves_before_the_first_sum_is_lost_at_once(name: str, kill
         seen = _survivors(ranks.outcomes(_bad_rank_leaves, name, killed, timeout_s=20))
 
     assert sorted(seen) == [0, 1]
-    for failure in seen.values():
-        assert (failure.error, failure.ranks) == ("PeerLostError", (BAD_RANK,)), failure.message
-        assert failure.seconds < 5
+    _assert_lost_at_once(seen, BAD_RANK)
 
 
 @OVER_EACH
@@ -177,9 +179,7 @@ def test_a_rank_that_died_as_it_waited_in_the_first_sum_is_lost_at_once(sockets:
         seen = _survivors(ranks.outcomes(_bad_rank_dies_waiting, "native", timeout_s=30))
 
     assert sorted(seen) == [0, 1]
-    for failure in seen.values():
-        assert (failure.error, failure.ranks) == ("PeerLostError", (BAD_RANK,)), failure.message
-        assert failure.seconds < 5
+    _assert_lost_at_once(seen, BAD_RANK)
 
 
 def test_the_store_may_die_with_its_rank() -> None:
@@ -188,9 +188,7 @@ def test_the_store_may_die_with_its_rank() -> None:
         seen = _survivors(ranks.outcomes(_store_dies_with_its_rank, port, timeout_s=30))
 
     assert sorted(seen) == [1, 2]
-    for failure in seen.values():
-        assert (failure.error, failure.ranks) == ("PeerLostError", (0,)), failure.message
-        assert failure.seconds < 5
+    _assert_lost_at_once(seen, 0)
 
 
 def test_a_failed_group_fails_again_at_once_for_the_same_reason() -> None:

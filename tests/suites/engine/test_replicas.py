@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from helpers.server.fake_replicas import FakeReplicas
-from helpers.server.fake_runner import logits_after
+from helpers.server.fake_runner import greedy_tokens
+from helpers.server.local_engine import run_to_end
 
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler
@@ -19,6 +21,7 @@ from tightwire.server.ipc.engine_stats import ReplicaLoad
 from tightwire.server.ipc.messages import AddRequest, Output
 
 VOCAB = 61
+greedy = partial(greedy_tokens, vocab_size=VOCAB)
 ROOMY = Limits(max_model_len=96, max_num_seqs=8, max_num_batched_tokens=64, num_blocks=200, block_size=4)
 
 
@@ -41,25 +44,8 @@ def request(name: str, prompt: list[int], **changes: Any) -> AddRequest:
     return AddRequest(name, prompt, SamplingParams(**({"max_tokens": 8, "temperature": 0.0} | changes)))
 
 
-def drain(engine: Engine) -> dict[str, list[Output]]:
-    outputs: dict[str, list[Output]] = {}
-    for _ in range(2000):
-        if not engine.has_work():
-            return outputs
-        for output in engine.step().outputs:
-            outputs.setdefault(output.id, []).append(output)
-    raise AssertionError("the engine does not come to an end")
-
-
 def tokens(outputs: list[Output]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
-
-
-def greedy(prompt: list[int], num_tokens: int) -> list[int]:
-    text = list(prompt)
-    for _ in range(num_tokens):
-        text.append(int(logits_after(text, VOCAB).argmax()))
-    return text[len(prompt) :]
 
 
 def prompts_of(number: int, seed: int = 1) -> list[list[int]]:
@@ -73,7 +59,7 @@ def test_sequences_are_distributed_and_each_gets_its_own_text() -> None:
     for number, prompt in enumerate(prompts):
         engine.add(request(str(number), prompt))
 
-    outputs = drain(engine)
+    outputs = run_to_end(engine)
 
     assert [tokens(outputs[str(n)]) for n in range(12)] == [greedy(prompt, 8) for prompt in prompts]
     done = [sum(int(ints(plan.query_lens).sum()) for plan in runner.plans) for runner in replicas.runners]
@@ -91,7 +77,7 @@ def test_draws_and_scores_equal_those_of_one_replica() -> None:
         engine, _ = make(num_replicas=num_replicas)
         for number, prompt in enumerate(prompts_of(6, seed=2)):
             engine.add(request(str(number), prompt, **params[number]))
-        outputs = drain(engine)
+        outputs = run_to_end(engine)
         told.append(
             [
                 (tokens(own), [output.logprobs for output in own], [output.prompt_logprobs for output in own])
@@ -104,7 +90,7 @@ def test_draws_and_scores_equal_those_of_one_replica() -> None:
 def test_idle_replicas_get_empty_plans_and_no_gather() -> None:
     engine, replicas = make()
     engine.add(request("a", [5, 6, 7]))
-    drain(engine)
+    run_to_end(engine)
     assert replicas.runners[1].plans == []
     assert not any(plan.gather_sizes for plans in replicas.steps for plan in plans)
 
@@ -113,7 +99,7 @@ def test_idle_replicas_get_empty_plans_and_no_gather() -> None:
 def test_a_sequence_can_be_sent_to_a_given_replica(replica: int) -> None:
     engine, replicas = make()
     engine.add(request("a", [5, 6, 7]), replica)
-    assert tokens(drain(engine)["a"]) == greedy([5, 6, 7], 8)
+    assert tokens(run_to_end(engine)["a"]) == greedy([5, 6, 7], 8)
     assert [len(runner.plans) for runner in replicas.runners] == [8 if n == replica else 0 for n in range(2)]
     assert [bool(plan.token_ids) for plan in replicas.steps[0]] == [n == replica for n in range(2)]
 
@@ -123,10 +109,10 @@ def test_a_chat_continues_on_the_replica_with_its_prefix() -> None:
     first, second = [7] * 24, [8] * 24
     for number, prompt in enumerate((first, second)):
         engine.add(request(str(number), prompt))
-    drain(engine)
+    run_to_end(engine)
 
     engine.add(request("again", [*second, 1, 2]))
-    (output, *_) = drain(engine)["again"]
+    (output, *_) = run_to_end(engine)["again"]
 
     assert output.num_cached_tokens == 24
     assert replicas.num_rows(1)[-8] == 2  # the prompt's first step
@@ -156,7 +142,7 @@ def test_cancelling_frees_the_blocks_of_its_replica_at_once() -> None:
 
     idle = ReplicaLoad(num_running=0, num_waiting=0, num_blocks=ROOMY.num_blocks, num_free_blocks=ROOMY.num_blocks)
     assert engine.stats().loads[1] == idle
-    outputs = drain(engine)
+    outputs = run_to_end(engine)
     assert outputs["1"][-1].finish_reason == "cancelled" and len(tokens(outputs["0"])) == 39  # the first came before
     assert len(replicas.runners[1].plans) == 1
 
@@ -169,7 +155,7 @@ def test_preemption_stays_inside_a_replica() -> None:
         engine.add(request(str(number), prompt[:8], max_tokens=20), 0)
     engine.add(request("other", [1, 2, 3], max_tokens=20), 1)
 
-    outputs = drain(engine)
+    outputs = run_to_end(engine)
 
     assert [tokens(outputs[str(n)]) for n in range(3)] == [greedy(prompt[:8], 20) for prompt in prompts]
     assert engine.stats().counters.num_preemptions > 0
@@ -182,7 +168,7 @@ def test_policies_take_turns_in_each_replica() -> None:
     for replica in range(2):
         engine.add(request(f"own-{replica}", [5, 6]), replica)
     engine.add(AddRequest("other", [7, 8], SamplingParams(max_tokens=8, temperature=0.0), allreduce="ring"), 0)
-    outputs = drain(engine)
+    outputs = run_to_end(engine)
     assert {plan.policy for plan in replicas.runners[0].plans} == {0, 1}
     assert {plan.policy for plan in replicas.runners[1].plans} == {0}
     assert tokens(outputs["own-1"]) == tokens(outputs["own-0"]) == greedy([5, 6], 8)

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.server.fake_engine import INFO, FakeEngine, app_for
+from helpers.server.fake_engine import INFO, FakeEngine, app_for, client_of
 
 from tightwire.server.api.lora import Adapters
 from tightwire.server.config.http import HttpOptions
@@ -25,9 +25,7 @@ def _client(
     info = replace(INFO, adapters=Adapters(adapters))
     options = AdapterOptions(lora_dir=str(folder) if folder else None)
     app = app_for(engine, info=info, adapters=options, http=HttpOptions(api_key=key))
-    return httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=app), base_url="http://test", headers={"x-api-key": key or ""}
-    )
+    return client_of(app, headers={"x-api-key": key or ""})
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for, planned
+from helpers.server.fake_engine import FakeEngine, app_for, client_of, planned
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 RESPONSES: dict[str, Any] = {
@@ -100,8 +99,7 @@ def changed(body: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 async def test_no_server_error_and_errors_of_this_api(path: str, valid: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
     rng, statuses = random.Random(5), set[int]()
-    app = app_for(FakeEngine(), info=planned(max_model_len=8192))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with client_of(app_for(FakeEngine(), info=planned(max_model_len=8192))) as client:
         for number in range(150):
             body = changed(valid, rng) | ({"stream": True} if number % 3 == 0 else {})
             response = await client.post(path, json=body)
@@ -132,8 +130,7 @@ async def test_deep_nesting_is_no_server_error(depth: int) -> None:
             f'{{"input": [{{"type": "function_call", "call_id": "a", "name": "a", "arguments": {args}}}]}}',
         ),
     ]
-    app = app_for(FakeEngine(), info=planned(max_model_len=100_000))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with client_of(app_for(FakeEngine(), info=planned(max_model_len=100_000))) as client:
         for path, body in bodies:
             headers = {"content-type": "application/json"}
             response = await client.post(path, content=body, headers=headers)

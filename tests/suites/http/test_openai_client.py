@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, says, serve
+from helpers.server.fake_engine import FakeEngine, app_for, says, serve
 from openai import AsyncOpenAI, OpenAI
 
 from tightwire.server.config.serve import HttpOptions
@@ -108,11 +108,6 @@ def test_extensions_by_extra_body(openai_client: OpenAI, engine: FakeEngine) -> 
 def test_models(openai_client: OpenAI) -> None:
     assert [model.id for model in openai_client.models.list()] == ["tiny"]
     assert openai_client.models.retrieve("tiny").owned_by == "tightwire"
-
-
-def test_chat_prompt_equals_tokenize(openai_client: OpenAI, engine: FakeEngine) -> None:
-    openai_client.chat.completions.create(**CHAT)
-    assert engine.submitted[0].prompt_token_ids == byte_tokenizer().encode_chat(CHAT["messages"])
 
 
 def test_exceptions_are_the_ones_programs_catch(openai_client: OpenAI, engine: FakeEngine) -> None:

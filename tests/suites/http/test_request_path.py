@@ -9,11 +9,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import httpx
 import msgspec
 import torch
 import zmq
-from helpers.server.fake_engine import app_for
+from helpers.server.fake_engine import app_for, client_of
 from tiny import make_tiny
 
 import tightwire
@@ -88,9 +87,7 @@ async def _walk_of_http_process() -> Walk:
     with bind_receiver(context, inbox) as receiver, connect_sender(context, parent) as sender:
         client.open()
         client.set_phase(Phase.READY)
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app=app_for(client)), base_url="http://test"
-        ) as http:
+        async with client_of(app_for(client)) as http:
             for _ in range(2):
                 with walking() as walk:
                     answer = asyncio.create_task(http.post("/v1/chat/completions", json=_CHAT))

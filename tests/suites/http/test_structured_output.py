@@ -3,13 +3,11 @@
 import json
 import re
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, client_of
 from helpers.server.sampling_engine import SamplingEngine
 from jsonschema_rs import validator_for
 
@@ -35,10 +33,8 @@ SCHEMA: dict[str, Any] = {
 AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": SCHEMA}}
 
 
-@asynccontextmanager
-async def open_client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app_for(engine)), base_url="http://test") as client:
-        yield client
+def open_client(engine: FakeEngine) -> httpx.AsyncClient:
+    return client_of(app_for(engine))
 
 
 async def chat(engine: FakeEngine, **fields: Any) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.server.fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, planned, says
+from helpers.server.add_tool import SCHEMA, TOOL_TEMPLATE, WRITTEN
+from helpers.server.fake_engine import INFO, FakeEngine, app_for, byte_tokenizer, client_of, planned, says
 from helpers.server.sampling_engine import SamplingEngine
 from jsonschema_rs import validator_for
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -20,30 +21,19 @@ CITY: dict[str, Any] = {
     "additionalProperties": False,
     "$defs": {"place": {"type": "string", "maxLength": 5}},
 }
-ADD: dict[str, Any] = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
-SCHEMAS = {"weather": CITY, "add": ADD}
+SCHEMAS = {"weather": CITY, "add": SCHEMA}
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": schema}}
     for name, schema in SCHEMAS.items()
 ]
 USER = {"role": "user", "content": "Hi"}
-WRITTEN = 'Well. <tool_call>[{"name": "add", "arguments": {"a": 12}}, {"name": "add", "arguments": {}}]</tool_call>'
-
-
-TOOL_TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
 
 
 async def post(
     engine: FakeEngine, *, template: str = TOOL_TEMPLATE, special: Sequence[str] = (), **fields: Any
 ) -> httpx.Response:
     info = INFO if isinstance(engine, SamplingEngine) else planned(max_model_len=4096)
-    app = app_for(engine, info=info, template=template, special=special)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+    async with client_of(app_for(engine, info=info, template=template, special=special)) as client:
         return await client.post(
             "/v1/chat/completions", json={"messages": [USER], "max_tokens": 180, "tools": TOOLS} | fields
         )

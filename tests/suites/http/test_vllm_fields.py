@@ -1,14 +1,12 @@
 """vLLM's extensions through HTTP, with the real engine and sampler: bans, special tokens, prompts left open, usage."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from itertools import cycle, product
 from typing import Any
 
 import httpx
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, says
+from helpers.server.fake_engine import FakeEngine, app_for, byte_tokenizer, client_of, says
 from helpers.server.sampling_engine import SamplingEngine
 
 from tightwire.model.text.tokenizer import END_OF_TURN_ID
@@ -27,10 +25,8 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-@asynccontextmanager
-async def open_client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app_for(engine)), base_url="http://test") as client:
-        yield client
+def open_client(engine: FakeEngine) -> httpx.AsyncClient:
+    return client_of(app_for(engine))
 
 
 async def ask(client: httpx.AsyncClient, path: str, **fields: Any) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The most that a rank has at once, by formula and in real steps: every tensor of the thread that computes, exactly.
 
-What lanes receive and sum is theirs (as threads, ranks do not even copy it): ``bench/test_steps`` has whole processes.
+What lanes receive and sum is theirs (as threads, ranks do not even copy it): ``bench train`` measures whole processes.
 """
 
 import json
@@ -80,6 +80,13 @@ def _step(groups: TrainGroups, config: TrainConfig) -> int:
     return live.most
 
 
+def _assert_backward_has_the_peak(config: TrainConfig) -> None:
+    memory = _formula(config)
+    expected = RankMemory(memory.stays, {"backward": memory.moments["backward"]}).most
+    peaks = run_groups(in_process_train_groups(4, num_nodes=2), _step, config)
+    assert peaks == [pytest.approx(expected, rel=_MOST_ERROR)] * 4
+
+
 @pytest.mark.parametrize("case", _CASES)
 def test_the_peak_memory_of_a_rank_equals_the_formula(case: str, tmp_path: Path) -> None:
     config = make_config(tmp_path, *_SIZES, *_CASES[case])
@@ -107,12 +114,7 @@ def test_the_peak_memory_of_training_an_adapter_equals_the_formula(parallel: str
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2048, **sizes}))
     model = f"model={{start: 'random:{tmp_path}/config.json', lora: {{rank: 8}}}}"
     config = make_config(tmp_path, *_SIZES[2:], model, f"parallel={parallel}", f"data.kind={kind}")
-    memory = _formula(config)
-    expected = RankMemory(memory.stays, {"backward": memory.moments["backward"]}).most
-
-    peaks = run_groups(in_process_train_groups(4, num_nodes=2), _step, config)
-
-    assert peaks == [pytest.approx(expected, rel=_MOST_ERROR)] * 4
+    _assert_backward_has_the_peak(config)
 
 
 def test_the_peak_memory_beside_packed_blocks_equals_the_formula(tmp_path: Path) -> None:
@@ -120,12 +122,7 @@ def test_the_peak_memory_beside_packed_blocks_equals_the_formula(tmp_path: Path)
     base = make_tiny_gguf(tmp_path / "base.gguf", "Q4_K", **sizes)
     packed = "parallel={sharding: zero3, frozen_codec: packed, secondary: true}"
     config = make_config(tmp_path, *_SIZES[2:], f"model={{start: {base}, lora: {{rank: 8}}}}", packed)
-    memory = _formula(config)
-    expected = RankMemory(memory.stays, {"backward": memory.moments["backward"]}).most
-
-    peaks = run_groups(in_process_train_groups(4, num_nodes=2), _step, config)
-
-    assert peaks == [pytest.approx(expected, rel=_MOST_ERROR)] * 4
+    _assert_backward_has_the_peak(config)
 
 
 def test_checkpointing_needs_less_memory(tmp_path: Path) -> None:

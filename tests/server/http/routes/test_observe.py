@@ -8,7 +8,7 @@ import threading
 import httpx
 import msgspec
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for, serve
+from helpers.server.fake_engine import FakeEngine, app_for, client_of, serve
 
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import (
@@ -64,8 +64,7 @@ def test_the_example_of_home_runs(engine: FakeEngine, key: str | None, chat: boo
 
 async def test_home_while_loading(engine: FakeEngine) -> None:
     engine.state = EngineState(phase=Phase.LOADING, reason="weights 40%")
-    transport = httpx.ASGITransport(app=app_for(engine, loaded=False))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app_for(engine, loaded=False)) as client:
         page = (await client.get("/")).json()
     assert page["model"] is None and "weights 40%" in page["status"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers.server.fake_engine import FakeEngine, app_for
+from helpers.server.fake_engine import FakeEngine, app_for, client_of
 
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.http.routes.pages import web_files
@@ -91,8 +91,7 @@ async def test_only_the_pages_files_are_served(client: httpx.AsyncClient, path: 
 
 
 async def test_with_a_key_the_pages_are_open_and_the_data_is_not(engine: FakeEngine) -> None:
-    transport = httpx.ASGITransport(app=app_for(engine, http=HttpOptions(api_key="secret")))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_of(app_for(engine, http=HttpOptions(api_key="secret"))) as client:
         for url in ("/", "/dashboard", "/web/js/api.js", "/health", "/metrics"):
             response = await client.get(url, headers=_BROWSER)
             assert response.status_code == 200 and "tiny" not in response.text
