@@ -124,17 +124,16 @@ class BucketPlan:
 def plan_buckets(
     model: nn.Module,
     shard_ranks: int,
-    blocks: str = "model.layers",
     packed: Mapping[str, PackedFormat] | None = None,
     per_bucket: int = 1,
 ) -> BucketPlan:
     """Plan the buckets of ``model``, which may be on the meta device: only names, shapes and ``requires_grad`` are read.
 
-    ``blocks``: name of the module list whose entries are called in order. ``packed``: the formats of frozen matrices that are kept
-    in blocks. Raises ValueError: a parameter is in no bucket.
+    The entries of its ``model.layers`` are called in order. ``packed``: the formats of frozen matrices that are kept in blocks.
+    Raises ValueError: a parameter is in no bucket.
     """
     packed = packed or {}
-    block_names = tuple(f"{blocks}.{i}" for i, _ in enumerate(model.get_submodule(blocks).children()))
+    block_names = tuple(f"model.layers.{i}" for i, _ in enumerate(model.get_submodule("model.layers").children()))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     names = {id(module): name for name, module in model.named_modules()}
     owners = {names[id(embedding)]: EMBEDDING} | ({} if head is None else {names[id(head)]: HEAD})

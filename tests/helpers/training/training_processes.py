@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from helpers.server.keyword_model import BLOCKS, KeywordModel, keyword_loss
+from helpers.training.keyword_model import KeywordModel, keyword_loss
 from helpers.training.training_ranks import batches_of, open_engine
 from torch import Tensor, nn
 from torch.distributed import FileStore, GradBucket, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
@@ -116,7 +116,7 @@ def _train_engine(group: Group, path: str, case: Case, model: nn.Module, batches
     store = FileStore(path, case.world_size)
     groups = open_train_groups(topology, store=store, device=group.device, timeout_s=group.timeout_s)
     losses, gradients = [], []
-    with open_engine(model, groups, case.options, BLOCKS) as engine:
+    with open_engine(model, groups, case.options) as engine:
         optimizer = _sgd(engine.param_groups())
         for step in batches:
             for number, micro in enumerate(step):

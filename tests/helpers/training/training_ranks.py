@@ -50,14 +50,13 @@ def open_engine(
     model: nn.Module,
     groups: TrainGroups,
     options: EngineOptions,
-    blocks: str = "model.layers",
     trace: Trace | None = None,
     compressor: CompressorOptions = DENSE,
     per_bucket: int = 1,
 ) -> closing[Engine]:
     replicas = replica_group(groups.reduce, options.sharding)
     ranks = options.sharding.shard_ranks(groups.world_size, groups.num_nodes)
-    plan = plan_buckets(model, ranks, blocks, per_bucket=per_bucket)
+    plan = plan_buckets(model, ranks, per_bucket=per_bucket)
     shard = shard_group(groups.reduce, options.sharding)
     shards = {
         flat_param.name: cut_shard(flat_param, shard.rank, shard.world_size)

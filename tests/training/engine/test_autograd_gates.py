@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.server.keyword_model import BLOCKS, WIDTH, KeywordBlock, KeywordModel, keyword_loss
+from helpers.training.keyword_model import WIDTH, KeywordBlock, KeywordModel, keyword_loss
 from helpers.training.thread_groups import in_process_train_groups
 from helpers.training.trace_check import Trace
 from helpers.training.training_ranks import batches_of, open_engine, reference, run_groups, train
@@ -27,7 +27,7 @@ def test_keyword_inputs_in_containers_are_gated(checkpoint_blocks: int) -> None:
 
     def run_rank(groups: Any) -> Any:
         own, trace = models[groups.rank], Trace()
-        with open_engine(own, groups, options, BLOCKS, trace) as engine:
+        with open_engine(own, groups, options, trace) as engine:
             with engine.micro_batch(last=True):
                 keyword_loss(own, batches[0, 0, groups.rank]).backward()
             engine.finish_gradients()
@@ -63,8 +63,8 @@ def test_another_order_of_blocks_is_refused_at_once(order: list[int], begins: st
 
     def run_rank(groups: Any) -> None:
         own = KeywordModel()
-        with open_engine(own, groups, EngineOptions(prefetch=prefetch), BLOCKS) as engine:
-            own.layers = nn.ModuleList(own.layers[number] for number in order)
+        with open_engine(own, groups, EngineOptions(prefetch=prefetch)) as engine:
+            own.model["layers"] = nn.ModuleList(own.layers[number] for number in order)
             with pytest.raises(RuntimeError, match=begins), engine.evaluation():
                 own(batches_of(2, 1, 1)[0, 0, groups.rank])
             both_refused.wait()
@@ -113,7 +113,7 @@ def test_a_layer_may_write_its_gradient_itself() -> None:
     models = [copy.deepcopy(model) for _ in range(2)]
 
     def run_rank(groups: Any) -> Any:
-        with open_engine(models[groups.rank], groups, EngineOptions(), BLOCKS) as engine:
+        with open_engine(models[groups.rank], groups, EngineOptions()) as engine:
             return train(engine, models[groups.rank], batches, groups.rank, loss=keyword_loss)
 
     runs = run_groups(in_process_train_groups(2), run_rank)
@@ -129,7 +129,7 @@ def test_a_layer_that_leaves_its_gradient_out_is_named() -> None:
         if isinstance(layer, _OwnLinear):
             layer.writes = False
 
-    with open_engine(model, in_process_train_groups(1)[0], EngineOptions(), BLOCKS) as engine:
-        missing = "returned None as the gradient of layers.3.right.weight and has not written it"
+    with open_engine(model, in_process_train_groups(1)[0], EngineOptions()) as engine:
+        missing = "returned None as the gradient of model.layers.3.right.weight and has not written it"
         with pytest.raises(RuntimeError, match=missing), engine.micro_batch(last=True):
             keyword_loss(model, batches_of(1, 1, 1)[0, 0, 0]).backward()

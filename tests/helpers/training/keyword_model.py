@@ -7,7 +7,6 @@ from helpers.training.training_ranks import VOCABULARY
 from torch import Tensor, nn
 
 WIDTH = 16
-BLOCKS = "layers"  # where its blocks are
 
 
 class KeywordBlock(nn.Module):
@@ -31,8 +30,12 @@ class KeywordModel(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(KeywordBlock() for _ in range(4))
+        self.model = nn.ModuleDict({"layers": nn.ModuleList(KeywordBlock() for _ in range(4))})
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model["layers"]  # pyright: ignore[reportReturnType]
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
