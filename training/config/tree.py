@@ -274,11 +274,14 @@ class TrainConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _dgc_clips(cls, values: Any) -> Any:
-        """Change the default of ``optimizer.clip_norm`` to null with DGC, which clips local gradients itself."""
+    def _dependent_defaults(cls, values: Any) -> Any:
+        """Set defaults that depend: no prompts are held out, and with DGC, which clips local gradients itself, nothing is clipped."""
+        match values:
+            case {"data": {"kind": "prompts", **data}}:
+                values = {**values, "data": {"kind": "prompts", "held_out": 0.0, **data}}
         match values:
             case {"parallel": {"between": {"kind": "dgc"}}, "optimizer": {**optimizer}}:
-                return {**values, "optimizer": {"clip_norm": None, **optimizer}}
+                values = {**values, "optimizer": {"clip_norm": None, **optimizer}}
         return values
 
     @model_validator(mode="after")

@@ -153,10 +153,8 @@ class RunData:
 
     @property
     def held_out_share(self) -> float:
-        """The share held out; none of prompts unless it is given, because each step's rewards are those of new answers."""
-        data = self.config.data
-        is_given = data.kind != "prompts" or "held_out" in data.model_fields_set
-        return data.held_out if self.held_out_documents is None and is_given else 0.0
+        """The share of ``documents`` that is held out."""
+        return self.config.data.held_out if self.held_out_documents is None else 0.0
 
     def training(self, epoch: int, *, in_order: bool = False) -> Iterator[str]:
         """The documents that are not held out, shuffled as ``training_documents`` does, or in order."""

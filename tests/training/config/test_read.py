@@ -149,6 +149,11 @@ def test_the_file_that_a_run_writes_is_read_as_the_same_configuration(tmp_path: 
     assert read_config(path) == config
 
 
+def test_no_prompts_are_held_out_unless_asked() -> None:
+    assert read_config("grpo").data.held_out == 0 != read_config("sft").data.held_out
+    assert read_config("grpo", ["data.held_out=0.2"]).data.held_out == 0.2
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
