@@ -42,6 +42,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys of config.json that a file may leave out
     # Of so many layers the last one attends to all tokens and the others to a window; 1: all have the window; 0: none has.
     full_every: int = 0
+    uniform: bool = False  # whatever ``layer_types`` says
     nope_every: int = 0  # of so many layers the last one has no rotary embedding; 0: all have one
     partial_rotary: bool = False  # ``partial_rotary_factor`` may be below 1
     mlp_size: str = "intermediate_size"  # its key in config.json
@@ -81,6 +82,7 @@ _GEMMA_KEYS = {
 _GEMMA_DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": True,
     "head_dim": 256,
+    "max_position_embeddings": 8192,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -98,7 +100,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(names=Names("Llama", "LlamaForCausalLM", "llama", "llama"), gguf_permuted=True, keys=_BIASES),
     Family(names=Names("Mistral", "MistralForCausalLM", "mistral", "mistral3"), **_MISTRAL),  # older files say llama
     Family(names=Names("Ministral", "MinistralForCausalLM", "ministral", "llama"), **_MISTRAL),
-    Family(names=Names("Ministral 3", "Ministral3ForCausalLM", "ministral3", "mistral3"), **_MINISTRAL_3),
+    Family(names=Names("Ministral 3", "Ministral3ForCausalLM", "ministral3", "mistral3"), uniform=True, **_MINISTRAL_3),
     Family(
         names=Names("Qwen2", "Qwen2ForCausalLM", "qwen2", "qwen2"),
         fixed={"qkv_bias": True},
@@ -141,8 +143,9 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         names=Names("Phi-3", "Phi3ForCausalLM", "phi3", "phi3"),
-        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
         full_every=1,
+        uniform=True,
         partial_rotary=True,
         stacked={
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

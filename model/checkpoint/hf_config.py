@@ -79,9 +79,9 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
     if _ACTIVATIONS.get(activation) != wanted:
         supported = next(name for name, own in _ACTIVATIONS.items() if own == wanted)
         raise ModelError(f"activation {activation!r} is not supported; supported: {supported}")
-    for key in ("use_sliding_window", "use_bidirectional_attention"):
-        if config.get(key):
-            raise ModelError(f"{key} is not supported; supported: false")
+    for key, supported in (("use_sliding_window", False), ("use_bidirectional_attention", False), ("is_causal", True)):
+        if (value := config.get(key)) is not None and bool(value) != supported:
+            raise ModelError(f"{key} {value!r:.60} is not supported; supported: {str(supported).lower()}")
     for key, (value, feature) in family.required.items():
         if config.get(key) != value:
             raise ModelError(f"{family.names.name} with {feature} is not supported; supported: {key} {value!r}")
@@ -98,8 +98,8 @@ def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, int]:
     if config.get("head_dim") is None and hidden % heads:
         raise ModelError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     defaults = {"num_kv_heads": heads, "head_dim": hidden // heads, "max_positions": 2048}
-    keys = _SIZES | {"mlp_size": family.mlp_size}
-    sizes = {name: _size(config, key, defaults.get(name)) for name, key in keys.items()}
+    keys = {**_SIZES, "mlp_size": family.mlp_size}.items()
+    sizes = {name: _size(config, key, defaults.get(name)) for name, key in keys}
     if sizes["num_layers"] > _MOST_LAYERS:
         raise ModelError(f"num_hidden_layers is {sizes['num_layers']}; possible: 1 to {_MOST_LAYERS}")
     return sizes
@@ -127,12 +127,11 @@ def _windows(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any
     if family.nope_every and flags is not None:
         found["nope"] = tuple(layer for layer in layers if not flags[layer])
     if family.full_every and config.get("sliding_window"):
-        every = config.get("sliding_window_pattern") or family.full_every
+        every = (family.full_every > 1 and config.get("sliding_window_pattern")) or family.full_every
         by_pattern = [FULL if every > 1 and (layer + 1) % every == 0 else SLIDING for layer in layers]
-        types = config.get("layer_types") or by_pattern
+        types = (not family.uniform and config.get("layer_types")) or by_pattern
         window, sliding = _size(config, "sliding_window"), tuple(layer for layer in layers if types[layer] == SLIDING)
-        if sliding:
-            found |= {"window": window, "sliding": sliding}
+        found |= {"window": window, "sliding": sliding} if sliding else {}
     return found
 
 

@@ -24,17 +24,16 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str,
 
     With both, ``rope_scaling`` applies as in transformers, and keeps a theta that only ``rope_parameters`` has.
     """
-    given, scaling, local = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}, {}
+    given = config.get("rope_parameters") or family.defaults.get("rope_parameters", {})
+    scaling, local = config.get("rope_scaling") or {}, given.get(SLIDING) or {}
     by_kind = "local_rope_theta" in family.keys
     if given and by_kind != (FULL in given or SLIDING in given):
         wanted = f"the keys {FULL} and {SLIDING}" if by_kind else "one theta and scaling for all layers"
         raise ModelError(f"rope_parameters of {family.names.name} must have {wanted}, got {given!r:.80}")
-    rope = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given} if scaling else given
-    if by_kind:
-        rope, local = given.get(FULL) or {}, given.get(SLIDING) or {}
+    kept = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given} if scaling else given
     if (kind := local.get("rope_type") or local.get("type") or "default") != "default":
         raise ModelError(f"rope scaling {kind!r} of {SLIDING} is not supported; supported: default")
-    rope = {**rope, **scaling}
+    rope = {**(given.get(FULL) or {} if by_kind else kept), **scaling}
     if not by_kind and (original := config.get(ORIGINAL)):
         rope[ORIGINAL] = original
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)

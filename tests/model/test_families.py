@@ -82,6 +82,10 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
         ("Gemma 3", {"rope_parameters": {_SLIDING: {"rope_type": "default", "rope_theta": 3e3}}}),
         ("OLMo 3", {"rope_parameters": {_FULL: {**_YARN, "rope_theta": 1e6}, _SLIDING: {"rope_theta": 1e4}}}),
         ("Gemma 3", {"attn_logit_softcapping": 2.0}),
+        ("Phi-3", {"layer_types": [_FULL] * 6}),  # a window in all layers all the same
+        ("Ministral 3", {"sliding_window": 20, "layer_types": [_FULL, _SLIDING] * 3}),
+        ("Ministral 3", {"rope_parameters": None}),
+        ("Mistral", {"sliding_window_pattern": 2}),
     ],
 )
 def test_a_config_edited_by_hand_is_read_as_transformers_reads_it(

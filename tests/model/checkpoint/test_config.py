@@ -78,6 +78,12 @@ def test_rope_parameters_carry_theta() -> None:
 
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+_LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}
 
 
 def test_rope_scaling_wins_over_rope_parameters_and_keeps_their_theta() -> None:
@@ -116,6 +122,18 @@ def test_missing_keys_have_the_familys_own_defaults(family: str) -> None:
     )
     # Temperatures of attention, a default of Ministral 3, are 1 in the original context.
     assert ours.max_positions == (16384 if is_scaled else theirs.max_position_embeddings)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "olmo2", "phi3", "qwen3", "smollm3"])
+def test_a_missing_context_has_the_familys_default(family: str) -> None:
+    activation = "gelu_pytorch_tanh" if family.startswith("gemma") else "silu"
+    raw = {**tiny_config(model_type=family, hidden_act=activation), "architectures": None}
+    del raw["max_position_embeddings"]
+    raw["rope_scaling"] = _LONGROPE if family == "phi3" else None
+    ours, theirs = config_from_hf(raw), AutoConfig.for_model(**raw)
+    assert ours.max_positions == theirs.max_position_embeddings
+    if family == "phi3":  # not the inner one
+        assert ours.rope_scaling.original_max_positions == theirs.rope_parameters["original_max_position_embeddings"]
 
 
 def test_a_window_of_null_is_none() -> None:
@@ -190,7 +208,8 @@ def test_dtype_under_both_names(key: str) -> None:
         ({"architectures": None, "model_type": "bert"}, "model_type 'bert' with an encoder"),
         ({"rope_scaling": {"rope_type": "xpos", "factor": 2.0}}, "'xpos' is not supported; supported: default, linear"),
         ({"rope_scaling": {"type": "dynamic"}}, "'dynamic' lacks 'factor'"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window is not supported"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, "use_sliding_window True is not supp"),
+        ({"is_causal": False}, "is_causal False is not supported; supported: true"),
         ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.2}, "rotates 3 of a head's 16 numbers"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks 'low_freq_factor'"),
         (
