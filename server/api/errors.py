@@ -47,7 +47,6 @@ _TYPES = {
     503: ("service_unavailable_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }
-_ANTHROPIC_PATHS = "/v1/messages"
 
 
 def json_response(body: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -59,6 +58,7 @@ class ErrorDetail(msgspec.Struct, frozen=True):
     type: str
     param: str | None = None
     code: str | None = None
+    details: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -87,11 +87,14 @@ class ApiError(Exception):
 
     def body(self, kind: type[ErrorBody] = ErrorBody) -> ErrorBody:
         types = _TYPES.get(self.status, _TYPES[400 if self.status < 500 else 500])
-        return kind(ErrorDetail(self.message, types[kind is MessagesErrorBody], self.param, self.code))
+        messages = kind is MessagesErrorBody
+        # Anthropic's clients read this code, and then send the whole conversation and no thread.
+        details = {"error_code": "thread_unsupported_request"} if messages and self.param == "thread" else msgspec.UNSET
+        return kind(ErrorDetail(self.message, types[messages], self.param, self.code, details))
 
     def response(self, path: str) -> Response:
         """``path``: the path of the request, which decides the form of the body."""
-        kind = MessagesErrorBody if path.startswith(_ANTHROPIC_PATHS) else ErrorBody
+        kind = MessagesErrorBody if path.startswith("/v1/messages") else ErrorBody
         return json_response(self.body(kind), self.status, self.headers)
 
 

@@ -17,6 +17,7 @@ from tightwire.server.dialects.adapted import OtherTool, other_tools, text_messa
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mcp_servers": (([],), "this server calls no MCP servers"),
     "container": ((), "this server runs no containers"),
+    "thread": ((), "this server stores no conversations; send the whole conversation as messages"),
     "output_format": ((), "its newer place is output_config.format"),
     "max_completion_tokens": ((), "it is a field of chat completions; in this API use max_tokens"),
     "stop": ((), "it is a field of chat completions; in this API use stop_sequences"),

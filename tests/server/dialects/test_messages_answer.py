@@ -340,6 +340,17 @@ def test_refusals_are_anthropics(api: "Anthropic", fields: dict[str, Any], messa
     assert message in error["error"]["message"]
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}], ids=str)
+def test_a_refused_thread_lets_clients_send_the_whole_conversation(raw: httpx.Client, thread: dict[str, str]) -> None:
+    # A continued thread has the new messages alone, so an answer to them would be an answer to half a conversation.
+    refused = raw.post("/v1/messages", json=BODY | {"thread": thread})
+    error = refused.json()["error"]
+    assert (
+        refused.status_code == 400 and error["param"] == "thread" and "send the whole conversation" in error["message"]
+    )
+    assert error["details"] == {"error_code": "thread_unsupported_request"}  # what the helpers of the clients read
+
+
 def test_exceptions_are_the_ones_programs_catch(api: "Anthropic", raw: httpx.Client, engine: FakeEngine) -> None:
     import anthropic
     from anthropic import Anthropic

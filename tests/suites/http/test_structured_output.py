@@ -171,6 +171,11 @@ IN_SCHEMA = "response_format.json_schema.schema"
             "is not supported: use structured_outputs.grammar, which takes GBNF",
         ),
         ({"json_schema": {"type": "object"}}, "json_schema", "is not supported: use response_format"),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},  # of llama.cpp
+            "response_format.schema",
+            "is not supported: use response_format with the type json_schema",
+        ),
         ({"use_beam_search": True}, "use_beam_search", "is not supported: use n, logprobs, and pick the best answer"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "is not supported"),
         ({"guided_regex": "a"}, "guided_regex", "use structured_outputs.regex"),
