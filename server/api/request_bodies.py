@@ -32,7 +32,6 @@ UNSUPPORTED_EXTENSIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "whitespace_pattern": ((), "JSON has one blank after : and , here"),
     "grammar": ((), "use structured_outputs.grammar, which takes GBNF"),
     "json_schema": ((), "use response_format"),
-    "schema": ((), "use response_format with the type json_schema, and its json_schema.schema"),
     "use_beam_search": ((False,), "use n, logprobs, and pick the best answer yourself"),
     "chat_template": ((), "serve --chat-template FILE sets another than the model's own"),
     "documents": (([],), "write documents into the messages"),

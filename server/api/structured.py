@@ -24,9 +24,7 @@ _NAMED = ("$defs", "definitions", "properties", "patternProperties")
 _MAX_ITEMS = 10_000
 _MAX_DIVISOR = 20_000
 _SEARCH_S = 0.5  # of CPU, for the innermost schema that is refused
-_NOT_INSTALLED = (
-    "needs the package llguidance, which is not installed on this server; install it with `pip install llguidance`"
-)
+_NOT_INSTALLED = "needs the package llguidance, which is not installed on this server: `pip install llguidance`"
 
 
 class JsonSchemaFormat(Fields):
@@ -39,6 +37,9 @@ class JsonSchemaFormat(Fields):
 class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = Field(None, description="With the type json_schema.")
+    schema_: Schema | None = Field(
+        None, alias="schema", description="Extension, with the type json_object: its JSON schema."
+    )
 
 
 class StructuredOutputs(Fields):
@@ -63,10 +64,12 @@ def _of_format(given: ResponseFormat | None) -> Iterator[tuple[str, Any, Any]]:
     if given is not None and (given.type == "json_schema") != (given.json_schema is not None):
         path = "response_format.json_schema"
         raise invalid(f"{path} belongs to the type json_schema, and that type needs it", path)
+    if given is not None and given.schema_ is not None and given.type != "json_object":
+        raise invalid("response_format.schema belongs to the type json_object", "response_format.schema")
     if given is not None and given.json_schema is not None:
         yield "response_format.json_schema.schema", "json", given.json_schema.schema_
     elif given is not None and given.type == "json_object":
-        yield "response_format", "json", {"type": "object"}
+        yield "response_format.schema", "json", given.schema_ or {"type": "object"}
 
 
 def _of_outputs(given: StructuredOutputs | None) -> Iterator[tuple[str, Any, Any]]:

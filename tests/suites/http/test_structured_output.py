@@ -105,6 +105,12 @@ async def test_any_json_object() -> None:
     )
 
 
+async def test_a_schema_beside_the_type_json_object() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
+    (content,) = texts(await chat(SamplingEngine(), response_format={"type": "json_object", "schema": schema}, seed=1))
+    assert json.loads(content) == {"a": 7}
+
+
 async def test_a_completion_and_stop_strings() -> None:
     body = {"prompt": "Hi", "structured_outputs": {"regex": "[ab]{9}[.]end"}, "stop": "."}
     async with open_client(SamplingEngine()) as client:
@@ -172,9 +178,9 @@ IN_SCHEMA = "response_format.json_schema.schema"
         ),
         ({"json_schema": {"type": "object"}}, "json_schema", "is not supported: use response_format"),
         (
-            {"response_format": {"type": "json_object", "schema": {"type": "object"}}},  # of llama.cpp
+            {"response_format": {"type": "text", "schema": {"type": "object"}}},
             "response_format.schema",
-            "is not supported: use response_format with the type json_schema",
+            "belongs to the type json_object",
         ),
         ({"use_beam_search": True}, "use_beam_search", "is not supported: use n, logprobs, and pick the best answer"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "is not supported"),
