@@ -44,20 +44,16 @@ async def test_a_hello_that_may_be_too_long_for_the_network_is_told_so() -> None
 
 async def test_a_proof_that_is_no_hex_is_a_wrong_one_on_both_sides() -> None:
     """An exception here would end the server, and by one who does not know the secret."""
-    channels: list[Channel] = []
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = await accept_channels(listener, channels.append)
-    here = await open_channel("127.0.0.1", listener.getsockname()[1], 3.0)
-    await until(lambda: channels)
-    meeting = asyncio.create_task(meet(channels[0], b"secret"))
+    server, here, there = await connected()
+    meeting = asyncio.create_task(meet(there, b"secret"))
     assert isinstance(await here.receive(3.0), Challenge)
     here.send(Hello(1, "127.0.0.1", "lo", [], {}, 0, proof="é"))
     assert (await meeting)[1] is False
-    channels[0].send(Challenge("nonce"))
-    channels[0].send(Welcome("é"))
+    there.send(Challenge("nonce"))
+    there.send(Welcome("é"))
     with pytest.raises(ValueError, match="node 0 has another shared secret"):
         await introduce(here, Hello(1, "127.0.0.1", "lo", [], {}, 0), b"secret", 3.0)
-    await asyncio.gather(here.close(), channels[0].close())
+    await asyncio.gather(here.close(), there.close())
     server.close()
 
 
