@@ -71,7 +71,8 @@ def quantized_sum_bound(inputs: Sequence[Tensor], codec: Codec) -> tuple[Tensor,
         if codec.rotated_elems > 1:
             magnitude_N = _group_sums(magnitude_N, codec.rotated_elems)
     num_added = len(inputs) if codec.exact else 3 * len(inputs) + 1
-    return sum_N, error_N + _adding_factor(num_added) * (magnitude_N + 1600 * error_N)
+    largest_N = magnitude_N + 1600 * error_N
+    return sum_N, _infinite_on_overflow(error_N + _adding_factor(num_added) * largest_N, largest_N, torch.float32)
 
 
 def quantized_total_bound(inputs: Sequence[Tensor], sum_N: Tensor, error_N: Tensor, codec: Codec) -> Tensor:
@@ -83,7 +84,7 @@ def quantized_total_bound(inputs: Sequence[Tensor], sum_N: Tensor, error_N: Tens
     if not codec.exact:
         exact_N = _exact(inputs)
         reached_N = torch.clamp(sum_N.double(), exact_N - error_N, exact_N + error_N)
-        codec_error_N = codec.max_error(reached_N.float())
+        codec_error_N = codec.max_error(reached_N.where(error_N < torch.inf, torch.inf).float())
         # The encoded sum has other last bits, which may move the group's bfloat16 scale to a neighboring value.
         error_N = error_N + codec_error_N * (1 + 2.0**-7)
     numbers = torch.finfo(inputs[0].dtype)

@@ -98,9 +98,9 @@ async def meet(channel: Channel, secret: bytes) -> tuple[Hello, bool]:
     hello = await channel.receive(HELLO_S)
     if not isinstance(hello, Hello):
         raise LostError("sent no HELLO")
-    proven = hmac.compare_digest(hello.proof, _prove(secret, hello.node, nonce, hello.nonce))
+    proven = hmac.compare_digest(hello.proof.encode(), _prove(secret, hello.node, nonce, hello.nonce))
     if proven:
-        channel.send(Welcome(_prove(secret, 0, hello.nonce, nonce)))
+        channel.send(Welcome(_prove(secret, 0, hello.nonce, nonce).decode()))
     return hello, proven
 
 
@@ -110,15 +110,16 @@ async def introduce(channel: Channel, hello: Hello, secret: bytes, timeout_s: fl
     if not isinstance(challenge, Challenge):
         raise LostError("sent no challenge: what listens there is no node 0 of this version")
     nonce = secrets.token_hex(16)
-    proof = _prove(secret, hello.node, challenge.nonce, nonce)
+    proof = _prove(secret, hello.node, challenge.nonce, nonce).decode()
     channel.send(msgspec.structs.replace(hello, nonce=nonce, proof=proof))
     answer = await channel.receive(timeout_s, LONG_LOST)
     refusal = answer.reason if isinstance(answer, End) else ""
-    known = isinstance(answer, Welcome) and hmac.compare_digest(answer.proof, _prove(secret, 0, nonce, challenge.nonce))
+    expected = _prove(secret, 0, nonce, challenge.nonce)
+    known = isinstance(answer, Welcome) and hmac.compare_digest(answer.proof.encode(), expected)
     if not known:
         raise ValueError(refusal or "node 0 has another shared secret; give every host the same --comm-secret-file")
 
 
-def _prove(secret: bytes, node: int, first: str, second: str) -> str:
-    """HMAC-SHA256 of both ends' random numbers: its sender knows the secret."""
-    return hmac.digest(secret, f"node {node} {first} {second}".encode(), "sha256").hex()
+def _prove(secret: bytes, node: int, first: str, second: str) -> bytes:
+    """HMAC-SHA256 of both ends' random numbers, in hex: its sender knows the secret. As bytes, since ``compare_digest`` takes only ASCII text."""
+    return hmac.digest(secret, f"node {node} {first} {second}".encode(), "sha256").hex().encode()

@@ -8,6 +8,7 @@ import msgspec
 
 from tightwire.comm.link.probe import PairFacts, measure_pair
 from tightwire.model.open import Checkpoint, fingerprint
+from tightwire.native_build import LEVELS
 from tightwire.server.hosts.channel import LONG_LOST, open_channel
 from tightwire.server.hosts.messages import Hello
 from tightwire.server.plan.rank_setup import RunPlan
@@ -30,7 +31,9 @@ def objection_to(hello: Hello, own: Hello, num_nodes: int) -> str | None:
         if theirs != ours:
             advice = "install the same version" if key == "version" else "start the same command"
             if key == "kernels":
-                advice = f"set TIGHTWIRE_KERNELS to a level that every CPU has, such as {min(theirs, ours)},"
+                order = next((list(levels) for levels in LEVELS.values() if {theirs, ours} <= levels.keys()), [])
+                least = min(theirs, ours, key=order.index) if order else "spec"
+                advice = f"set TIGHTWIRE_KERNELS to a level that every CPU has, such as {least},"
             return f"{name_node(hello)} has {key} {theirs}, {name_node(own)} has {key} {ours}; {advice} on every host"
     return None
 

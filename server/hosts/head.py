@@ -188,11 +188,11 @@ class Head(Side):
             await channel.close()
             return
         if not proven:
-            # Who does not know the secret must not be able to end the server.
-            name = name_node(hello)
-            reason = f"{name} has another shared secret, or none; give every host the same --comm-secret-file"
-            self._listener.show(reason)
-            await channel.end(2, reason)
+            # Who does not know the secret must not be able to end the server, or to show something in place of its answers.
+            why = f"{name_node(hello)} has another shared secret, or none; give every host the same --comm-secret-file"
+            if not self._joined:
+                self._listener.show(why)
+            await channel.end(2, why)
             return
         reason = self._refusal or objection_to(hello, self._own, self._place.num_nodes)
         before = self._nodes.get(hello.node)

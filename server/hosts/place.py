@@ -159,14 +159,15 @@ def _routed_address(towards: str) -> str:
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """Interfaces with their addresses: the first of IPv4, and all of IPv6."""
+    """Interfaces with their addresses: the first of IPv4, and those of IPv6 that are not link-local, which name no interface."""
     for _, name in socket.if_nameindex():
         with contextlib.suppress(ValueError):  # no address
             yield name, interface_address(name)
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else []:
         digits, _, _, _, _, name = line.split()
-        yield name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+        if not (address := ipaddress.IPv6Address(bytes.fromhex(digits))).is_link_local:
+            yield name, str(address)
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tightwire.comm.codec.codec import SUMMABLE, parse_codec, sum_in_rank_order
+from tightwire.comm.codec.codec import SUMMABLE, parse_codec, sum_and_encode, sum_in_rank_order
 from tightwire.comm.codec.error_bounds import (
     quantized_sum_bound,
     quantized_total_bound,
@@ -80,6 +80,17 @@ def test_the_bound_of_a_quantized_sum_holds_and_is_of_its_size(codec: str, dtype
     # Beside the codec's own errors there are twelve float32 additions of numbers that a group of 128 may rotate.
     added = 128 * torch.stack(parts).double().abs().amax() * 4
     assert (bound - one_pass <= 13 * 2.0**-24 * (added + 1800 * one_pass)).all()
+
+
+def test_no_bound_where_a_sum_that_is_encoded_again_overflows_on_its_way() -> None:
+    """It adds 128 scales of each part, which are more than float32's largest number here; the sum itself is not."""
+    int4, wide = parse_codec("int4-g32"), parse_codec("int4")
+    parts = [torch.tensor([-3e37, 3e37] * 16 + [1.0] * 224)] * 2
+    encoded = sum_and_encode([int4.encode(part) for part in parts], 256, int4, wide, torch.float32)
+    got_N = wide.decode(encoded, 256, torch.float32)
+    bound = quantized_total_bound(parts, *quantized_sum_bound(parts, int4), wide)
+    assert got_N[:128].isnan().all() and bound[:128].isinf().all(), "the group of the second codec"
+    assert got_N[128:].isfinite().all() and (bound[128:] < 0.01).all()
 
 
 def test_a_bound_of_numbers_that_are_none_is_infinite() -> None:

@@ -6,8 +6,8 @@ import socket
 import pytest
 from helpers.server.hosts import until
 
-from tightwire.server.hosts.channel import Channel, LostError, accept_channels, introduce, open_channel
-from tightwire.server.hosts.messages import Beat, Challenge, End, Hello, Table
+from tightwire.server.hosts.channel import Channel, LostError, accept_channels, introduce, meet, open_channel
+from tightwire.server.hosts.messages import Beat, Challenge, End, Hello, Table, Welcome
 
 
 async def connected() -> tuple[asyncio.Server, Channel, Channel]:
@@ -38,6 +38,21 @@ async def test_a_hello_that_may_be_too_long_for_the_network_is_told_so() -> None
     there.send(Challenge("nonce"))
     with pytest.raises(LostError, match="silent for 0.2 s; if only long messages are lost, lower the MTU of the"):
         await introduce(here, Hello(1, "127.0.0.1", "lo", [], {}, 0), b"", 0.2)
+    await asyncio.gather(here.close(), there.close())
+    server.close()
+
+
+async def test_a_proof_that_is_no_hex_is_a_wrong_one_on_both_sides() -> None:
+    """An exception here would end the server, and by one who does not know the secret."""
+    server, here, there = await connected()
+    meeting = asyncio.create_task(meet(there, b"secret"))
+    assert isinstance(await here.receive(3.0), Challenge)
+    here.send(Hello(1, "127.0.0.1", "lo", [], {}, 0, proof="é"))
+    assert (await meeting)[1] is False
+    there.send(Challenge("nonce"))
+    there.send(Welcome("é"))
+    with pytest.raises(ValueError, match="node 0 has another shared secret"):
+        await introduce(here, Hello(1, "127.0.0.1", "lo", [], {}, 0), b"secret", 3.0)
     await asyncio.gather(here.close(), there.close())
     server.close()
 

@@ -41,6 +41,16 @@ def test_of_several_differences_the_first_by_name_is_told() -> None:
     assert reason == "node 1 (b) has --nnodes 3, node 0 (a) has --nnodes 2; start the same command on every host"
 
 
+@pytest.mark.parametrize(
+    ("levels", "least"), [(("v4-amx", "v4-bf16"), "v4-bf16"), (("neon", "v3"), "spec"), (("v4", "spec"), "spec")]
+)
+def test_the_level_of_kernels_that_is_advised_runs_on_both_hosts(levels: tuple[str, str], least: str) -> None:
+    first, second = (Hello(node, "a", "", [], {"kernels": level}, 0) for node, level in enumerate(levels))
+    reason = objection_to(second, first, 2)
+    assert reason is not None
+    assert reason.endswith(f"to a level that every CPU has, such as {least}, on every host")
+
+
 def test_plans_that_differ_are_refused_by_key() -> None:
     with pytest.raises(ValueError, match="node 1 would run with dtype float32, node 0 with bfloat16"):
         merge_plans({0: PLAN, 1: msgspec.structs.replace(PLAN, dtype="float32")})

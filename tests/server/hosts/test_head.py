@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from helpers.server.hosts import PLAN, Told, free_ports, joining, tiny_checkpoint, two_hosts, until
 
-from tightwire.server.hosts.channel import LostError
+from tightwire.server.hosts.channel import LostError, introduce, open_channel
 from tightwire.server.hosts.head import Head
 from tightwire.server.hosts.member import Member
 from tightwire.server.ipc.messages import Heartbeat
@@ -82,6 +82,29 @@ async def test_a_mismatch_is_refused_at_once_on_both(changed: dict[str, str], re
     other.cancel()
     await head.close()
     await member.close()
+
+
+async def test_a_host_with_another_secret_is_shown_only_while_nodes_are_missing() -> None:
+    """What is shown stands in the place of answers: this server no longer answered after such a host had come."""
+    port, told, told_1 = free_ports(6), Told(), Told()
+    head, member = Head(joining(0, port, told)), Member(joining(1, port, told_1))
+    store = socket.create_server(("127.0.0.1", port + 1))
+
+    async def come() -> None:
+        stranger = await open_channel("127.0.0.1", port, 3.0)
+        with pytest.raises(ValueError, match=r"node 1 .* has another shared secret"):
+            await introduce(stranger, joining(1, port, Told()).hello(), b"another", 3.0)
+        await stranger.close()
+
+    joins = [asyncio.create_task(head.join())]
+    await until(lambda: head._server)
+    await come()
+    joins.append(asyncio.create_task(member.join()))
+    await asyncio.gather(*joins)
+    await come()
+    assert sum("secret" in table for table in told.tables) == 1 and not told.ends
+    await asyncio.gather(head.close(), member.close())
+    store.close()
 
 
 async def test_a_node_that_starts_after_a_refusal_hears_it() -> None:

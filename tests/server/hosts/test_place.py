@@ -97,6 +97,16 @@ def test_an_unknown_interface_is_refused_with_the_known_ones() -> None:
         find_place(options(interface="wlan9"))
 
 
+def test_of_an_interfaces_addresses_the_link_local_one_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The kernel lists it first, and nobody can listen on it without the interface's name."""
+    table = tmp_path / "if_inet6"
+    table.write_text(f"fe80{'0' * 27}5 04 40 20 80 wire9\nfd09{'0' * 27}2 04 40 00 80 wire9\n")
+    monkeypatch.setattr(place, "Path", lambda _: table)
+    assert find_place(options("fd09::1", interface="wire9")).address == "fd09::2"
+
+
 def test_an_interface_or_address_that_others_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="--interface lo is this host's loopback, where other hosts cannot reach"):
         find_place(options("192.0.2.1", interface="lo"))
