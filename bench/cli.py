@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tightwire.option import option, options_of, require, suggest
+from tightwire.option import option, options_of, suggest
 from tightwire.option_flags import add_flags, make_options
 from tightwire.server.cli.explain import COMM_GROUPS, at_least_two_ranks
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 
-_MAX_TUNE_SECONDS = 3600.0
 _QUALITY_TOKENS = 4096
 
 # Verb -> ("module:class" in ``bench`` of the options, which imports no torch, "module:class" of the bench, one line of help).
@@ -99,7 +98,7 @@ def _main(command: str, verbs: Verbs, args: list[str]) -> int:
 class TuneOptions:
     """The flags of ``tune`` alone."""
 
-    seconds: float = option(60.0, "approximate time of all measurements", metavar="S")
+    seconds: float = option(60.0, "approximate time of all measurements", metavar="S", least=1, most=3600.0)
     allow_busy: bool = option(False, "measure and keep the times although other programs use the machine")
     quality: bool = option(
         False,
@@ -111,7 +110,6 @@ class TuneOptions:
     )
 
     def __post_init__(self) -> None:
-        require(1 <= self.seconds <= _MAX_TUNE_SECONDS, "seconds", self.seconds, f"1 to {_MAX_TUNE_SECONDS:g} seconds")
         if self.tokens is not None and not self.quality:
             raise ValueError("--tokens is for --quality; --seconds limits the measurement of times")
 

@@ -81,8 +81,10 @@ class Bench(ABC, Generic[_Options]):
         return
 
     def run(self) -> int:
-        """Returns the exit code: 0, that of a failure, 130 after Ctrl-C."""
+        """Returns the exit code: 0, that of a failure, 130 after Ctrl-C or SIGTERM."""
         error, status, failures = None, 0, ((BenchFailedError, 1), *self.failures)
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # by itself it leaves servers and temporary folders
         try:
             if self._output is not None:
                 self._files = ResultFiles(self._output, self.label)
@@ -93,11 +95,13 @@ class Bench(ABC, Generic[_Options]):
         except tuple(kind for kind, _ in failures) as failure:
             error = str(failure)
             status = next(code for kind, code in failures if isinstance(failure, kind))
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a file without its companions would look complete
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # a file without its companions would look complete
         try:
             return self._end(error, status)
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def keep(self) -> None:
         """Write JSON and CSV with the cells measured so far; quick enough between two rounds."""
@@ -158,8 +162,9 @@ class Bench(ABC, Generic[_Options]):
                     if not has_matplotlib() and any(isinstance(item, Plot) for item in items):
                         self.note(f"the page has no plots: {NO_PLOTS}")
             except ValueError as unwritable:
-                self.say(str(unwritable))
-                result["error"] = "; ".join(filter(None, [error, str(unwritable)]))
+                if (reason := str(unwritable)) != error:
+                    self.say(reason)
+                    result["error"] = "; ".join(filter(None, [error, reason]))
                 status = status or 1
         paths = [] if self._files is None else self._files.paths
         if self.options.json or not sys.stdout.isatty():

@@ -38,7 +38,7 @@ class CommOptions(OutputOptions):
     sizes: tuple[int, ...] = option(
         _DEFAULT_SIZES, "bytes of a message before it is encoded", metavar="BYTES,BYTES", parse=parse_sizes, least=4
     )
-    ranks: int = option(2, "number of processes, one thread each", least=2)
+    ranks: int = option(2, "number of processes, one thread each", least=2, most=_MAX_RANKS)
     dtype: str = option("bfloat16", "data type of the numbers", choices=_DTYPES)
     device: str = option("cpu", "device of the ranks; cuda needs one for each rank", choices=("cpu", "cuda"))
     transport: str = option(
@@ -71,8 +71,6 @@ class CommOptions(OutputOptions):
     def __post_init__(self) -> None:
         if repeated := {name for name in self.algorithms if self.algorithms.count(name) > 1}:
             raise ValueError(f"--algorithms names {', '.join(sorted(repeated))} twice")
-        if self.ranks > _MAX_RANKS:
-            raise ValueError(f"--ranks must be at most {_MAX_RANKS}, got {self.ranks}")
         if any(size % 4 or size > _MAX_SIZE for size in self.sizes):
             sizes = ", ".join(map(str, self.sizes))
             raise ValueError(f"--sizes takes multiples of 4 bytes up to {_MAX_SIZE >> 30}GiB, got {sizes}")

@@ -32,5 +32,5 @@ class KernelOptions(OutputOptions):
         for name in self.codecs:
             if parse_format(name) is None:
                 raise ValueError(f"codec {name!r} does not quantize; there is nothing to time")
-        if wrong := [size for size in self.sizes if size % 4]:
-            raise ValueError(f"--sizes takes multiples of 4 bytes, got {wrong[0]}")
+        if wrong := [size for size in self.sizes if size % 4 or size > 1 << 30]:
+            raise ValueError(f"--sizes takes multiples of 4 bytes up to 1GiB, got {wrong[0]}")

@@ -11,6 +11,7 @@ from tightwire.bench.serve.workload import Workload
 from tightwire.option import MAX_SECONDS, option
 
 _INPUT_LENS = {"random": 512, "shared-prefix": 128}
+_PREFIXES = 512, 4  # their length and number
 
 
 def _parse_json_object(text: str) -> dict[str, Any]:
@@ -50,8 +51,8 @@ class ServeOptions(OutputOptions):
         None, "prompt tokens (default: 512); of shared-prefix without the prefix (default: 128)", least=1
     )
     output_len: int = option(64, "tokens to generate", least=1)
-    prefix_len: int = option(512, "tokens of a shared prefix", least=1)
-    prefix_groups: int = option(4, "number of shared prefixes", least=1)
+    prefix_len: int = option(_PREFIXES[0], "tokens of a shared prefix", least=1)
+    prefix_groups: int = option(_PREFIXES[1], "number of shared prefixes", least=1)
     endpoint: str = option("completions", "endpoint for the prompts", choices=("completions", "chat"))
     ignore_eos: bool = option(True, "generate the full length")
     temperature: tuple[float, ...] = option(
@@ -76,6 +77,8 @@ class ServeOptions(OutputOptions):
     def __post_init__(self) -> None:
         if self.concurrency and self.request_rate:
             raise ValueError("--concurrency is not allowed with --request-rate")
+        if self.workload == "random" and (self.prefix_len, self.prefix_groups) != _PREFIXES:
+            raise ValueError("--prefix-len and --prefix-groups are for --workload shared-prefix")
         if len(self.num_requests) not in (1, len(self.loads)):
             raise ValueError(
                 f"--num-requests takes one number, or one for each of the {len(self.loads)} loads, "

@@ -74,7 +74,7 @@ class StreamOptions(OutputOptions):
         unique=True,
         default_factory=lambda: (0,),
     )
-    tp: tuple[int, ...] = option((1, 2), "numbers of ranks", unique=True, least=1)
+    tp: tuple[int, ...] = option((1, 2), "numbers of ranks", unique=True, least=1, most=_MAX_RANKS)
     batches: tuple[int, ...] = option((1, 8, 32), "sequences in a decode step", unique=True, least=1)
     context: int = option(64, "tokens of each sequence", least=2)
     stream_layers: int | None = option(None, "stream N layers, spread evenly (default: all)", least=LEAST_STREAMED)
@@ -92,8 +92,6 @@ class StreamOptions(OutputOptions):
         for flag, given, known in (("--sources", self.sources, _ORIGINS), ("--codecs", self.codecs, WEIGHT_CODECS)):
             if set(given) - set(known):
                 raise ValueError(f"{flag} takes {', '.join(known)}, got {','.join(given)}")
-        if max(self.tp) > _MAX_RANKS:
-            raise ValueError(f"--tp must be at most {_MAX_RANKS}, got {max(self.tp)}")
         if not self.arms:
             raise ValueError("--sources files has no codec; add none to --codecs")
 

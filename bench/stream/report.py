@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from tightwire.bench.report.statistics import describe
+from tightwire.bench.report.statistics import describe, neighbour_batch
 from tightwire.bench.report.table import Column, Row
 from tightwire.bench.stream.measure import Answered, Event, Timed
 from tightwire.bench.stream.options import Arm
@@ -101,6 +101,7 @@ class Cells:
             "tokens_per_s": batch / step_s,
             "same_tokens": answer.same_tokens,
             "samples": samples,
+            "batch": neighbour_batch(len(samples["step"])),
         }
 
 

@@ -5,7 +5,6 @@ the machine's state.
 """
 
 import asyncio
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +50,6 @@ class TtftBench(Bench[TtftOptions]):
         self.facts = dict(facts.known)
         measurement = self._measurement = Measurement(self.options, facts, self._show)
         self.print(report.describe_setting(self.facts), f"{measurement.num_turns} turns with warm-ups", "")
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server may not outlive this process
         with self.watch_others(), self.progress, ExitStack() as stack:
             self._task = self.progress.add_task("starting the server", total=None)
             folder = stack.enter_context(tempfile.TemporaryDirectory())

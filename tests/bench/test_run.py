@@ -74,20 +74,38 @@ def test_numbers_that_json_does_not_have_are_null(tmp_path: Path, capsys: pytest
         assert '"rates": {"inside": null}, "shares": [null, 1.0]' in result
 
 
-def test_ctrl_c_while_files_are_written_leaves_none_without_its_companions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_files_are_written_leaves_none_without_its_companions(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    before = signal.getsignal(number)
+
     class Interrupted(Swim):
         def csv(self, result: Mapping[str, Any]) -> Table | None:
             if result["error"] is None:  # at the end
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
             return super().csv(result)
 
     status, line, _ = run(Interrupted(OutputOptions(output=tmp_path)), capsys)
 
     assert status == 0 and json.loads(Path(line["files"][0]).read_text())["error"] is None
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".html"}
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(number) is before
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By itself it would leave the folders and processes that only a context manager removes."""
+    removed: list[str] = []
+
+    def terminate(bench: Swim) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            removed.append("the model's copies")
+
+    status, line, _ = run(Swim(OutputOptions(output=tmp_path), terminate), capsys)
+
+    assert (status, line["error"], removed) == (130, "interrupted", ["the model's copies"])
 
 
 @pytest.mark.parametrize(
@@ -134,6 +152,22 @@ def test_files_that_cannot_be_written_are_an_error_beside_that_of_the_run(
 
     assert (status, line["error"]) == (130, "interrupted; the disk is full")
     assert "tightwire bench swim: the disk is full\n" in err
+
+
+def test_a_disk_that_is_full_in_a_round_and_at_the_end_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Filling(Swim):
+        failures = ((ValueError, 2),)
+
+    def refuse(*_: object) -> None:
+        raise ValueError("the disk is full")
+
+    monkeypatch.setattr(Filling, "_write", refuse)
+
+    status, line, err = run(Filling(OutputOptions(output=tmp_path)), capsys)
+
+    assert (status, line["error"], err) == (2, "the disk is full", "tightwire bench swim: the disk is full\n")
 
 
 def test_nothing_is_written_by_a_run_that_measured_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

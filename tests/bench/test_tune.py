@@ -221,7 +221,7 @@ def test_reasons_are_readable_in_a_narrow_terminal(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--seconds", "0"], "--seconds must be 1 to 3600 seconds, got 0"),
+        (["--seconds", "0"], "--seconds: must be 1 to 3600, got 0"),
         (["--quality", "--tokens", "0"], "--tokens: must be at least 1, got 0"),
         (["--tokens", "5"], "--tokens is for --quality; --seconds limits the measurement of times"),
         (["--second", "5"], "unknown argument '--second'; did you mean '--seconds'?"),

@@ -3,7 +3,6 @@
 README.md says what is measured: copies and products, the parts of a step (``layer_parts``), a server, and transformers.
 """
 
-import signal
 import sys
 import tempfile
 import timeit
@@ -57,7 +56,6 @@ class RooflineBench(Bench[RooflineOptions]):
     failures = ((ModelError, 1), (ServerFailedError, 1), (LocalRankError, 1))
 
     def measure(self) -> None:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server may not outlive this process
         options = self.options
         checkpoint = open_checkpoint(options.model)
         rates = measure_rates(_device_of(options), options.rate_size)

@@ -89,7 +89,6 @@ class PeersBench(Bench[PeersOptions]):
         self._others = 0.0  # the largest share of the cores that other programs used in a round
 
     def measure(self) -> None:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # no server may outlive this process
         options = self.options
         with ExitStack() as stack:
             hosts = None

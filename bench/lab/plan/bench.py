@@ -16,7 +16,7 @@ from tightwire.bench.report.table import Column, Table
 from tightwire.bench.run import Bench
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
 from tightwire.option import option
-from tightwire.server.plan.layout_times import CROWD, CROWD_PROMPT, CROWD_TOKENS
+from tightwire.server.plan.layout_times import CROWD, CROWD_PROMPT, CROWD_TOKENS, PROMPTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +38,8 @@ class PlanBench(Bench[PlanOptions]):
     failures = ((ServerFailedError, 1), (ValueError, 2), (subprocess.CalledProcessError, 1))
 
     def measure(self) -> None:
+        if unknown := set(self.options.prompt_lens) - set(PROMPTS):
+            raise ValueError(f"--prompt-lens takes {', '.join(map(str, PROMPTS))}, got {min(unknown)}")
         model, num, layout = self.options.model, self.options.hosts, self.options.row.split(",")[0]
         with EmulatedHosts(self.options.link, num) as hosts, hosts.visiting(), tempfile.TemporaryDirectory() as folder:
             argv = [model, "--layout", layout, "--tp", str(num), "--prefix-cache", "none", *self.options.serve]

@@ -260,7 +260,7 @@ def test_names_sizes_and_nodes() -> None:
         (["--sizes", "6"], "multiples of 4 bytes up to 1GiB, got 6"),
         (["--sizes", "1TiB"], "up to 1GiB, got 1099511627776"),
         (["--sizes", "8 apples"], "is not a size"),
-        (["--ranks", "1"], "--ranks: must be at least 2, got 1"),
+        (["--ranks", "1"], "--ranks: must be 2 to 64, got 1"),
         (["--ranks", "3", "--nodes", "2"], "--nodes must divide the 3 ranks evenly, got 2"),
         (["--link", "1gbit", "--nodes", "1"], "--nodes must be at least 2"),
         (["--link", "1gbit", "--transport", "shared-memory"], "connects CPU processes by sockets"),

@@ -57,7 +57,8 @@ def test_a_wrong_answer_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: p
     [
         (["--codecs", "none"], "does not quantize"),
         (["--codecs", "int7"], "unknown codec 'int7'"),
-        (["--sizes", "6"], "multiples of 4 bytes, got 6"),
+        (["--sizes", "6"], "multiples of 4 bytes up to 1GiB, got 6"),
+        (["--sizes", "1TiB"], "multiples of 4 bytes up to 1GiB, got 1099511627776"),
     ],
 )
 def test_bad_options_are_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -241,6 +241,7 @@ def test_an_output_that_cannot_be_written_is_found_before_measuring(
         (["--timeout", "0"], "--timeout: must be above 0"),
         (["--workload", "sonnets"], "must be one of random, shared-prefix"),
         (["--prefix-groups", "0"], "--prefix-groups: must be at least 1"),
+        (["--prefix-len", "30"], "--prefix-len and --prefix-groups are for --workload shared-prefix"),
     ],
 )
 def test_bad_options_are_refused(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

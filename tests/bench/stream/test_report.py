@@ -48,3 +48,12 @@ def test_the_verdict_counts_cells_near_their_bound() -> None:
     rows = [{"over_bound": bound, "overlap": overlap} for bound, overlap in ((1.1, 0.95), (1.11, 0.94), (1.5, 1.0))]
 
     assert verdict(rows) == "1 of 3 cells are within 10% of the bound; 2 hide 95% or more."
+
+
+def test_neighbours_of_a_long_series_count_as_one_sample_in_a_comparison() -> None:
+    group = Cells(tp=1)
+    group.add(Answered(arm=PLAIN, step_bytes=3600, same_tokens=1.0))
+    for kind in ("compute", "fetch", "step"):
+        group.add(_timed(PLAIN, kind, [1.0] * 60))
+
+    assert group.rows()[0]["batch"] == 3

@@ -82,3 +82,10 @@ def test_flags_of_the_server_and_the_row_are_chosen(
 ) -> None:
     assert _cells(capsys, "--serve=--max-num-seqs=32", "--row", "pipeline")["ms a token"] == pytest.approx(1.0)
     assert "--max-num-seqs=32" in scripted[0] and scripted[0][2:4] == ["--layout", "pipeline"]
+
+
+def test_a_prompt_without_a_prediction_is_refused_before_servers_start(
+    capsys: pytest.CaptureFixture[str], scripted: list[list[str]]
+) -> None:
+    assert main(["lab", "plan", "--prompt-lens", "128,5"]) == 2
+    assert "--prompt-lens takes 128, 512, 4096, got 5" in capsys.readouterr().err and not scripted
