@@ -37,9 +37,7 @@ class JsonSchemaFormat(Fields):
 class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = Field(None, description="With the type json_schema.")
-    schema_: Schema | None = Field(
-        None, alias="schema", description="Extension, with the type json_object: its JSON schema."
-    )
+    schema_: Schema | None = Field(None, alias="schema", description="Extension: that of the type json_object.")
 
 
 class StructuredOutputs(Fields):

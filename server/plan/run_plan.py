@@ -319,9 +319,7 @@ def plan_adapters(options: AdapterOptions, model: LlamaConfig) -> AdapterPlan | 
     max_rank = options.slot_rank(max((adapter.rank for _, adapter in opened), default=0))
     for name, adapter in opened:
         if adapter.rank > max_rank:
-            raise ValueError(
-                f"--max-lora-rank {max_rank}: the adapter {name!r} has rank {adapter.rank}; give at least that"
-            )
+            raise ValueError(f"--max-lora-rank {max_rank}: adapter {name!r} has rank {adapter.rank}; give that or more")
     loaded = tuple(
         ServedAdapter(id=number, name=name, folder=str(adapter.folder), digest=adapter_digest(adapter.folder))
         for number, (name, adapter) in enumerate(opened, start=1)

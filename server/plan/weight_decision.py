@@ -231,9 +231,7 @@ class _Streaming:
             useful = self.inputs.device == "cuda" or encodes or not self.files.exist
             origin = "host" if fits and useful else "disk"
         if origin == "disk" and not self.files.exist:
-            raise ValueError(
-                "random weights are not in a file that could be streamed; `tightwire prepare MODEL FOLDER` writes one"
-            )
+            raise ValueError("random weights are in no file to stream; `tightwire prepare MODEL FOLDER` writes one")
         if origin == "disk" and encodes:
             raise ValueError(
                 f"--weight-codec {options.weight_codec}: the files are not encoded; `tightwire prepare MODEL FOLDER "

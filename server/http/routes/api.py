@@ -47,9 +47,7 @@ def api_router(serving: Serving) -> APIRouter:
 
     @router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
     async def stored_responses(rest: str) -> Response:
-        message = (
-            "this server stores no responses; it has only POST /v1/responses, with the whole conversation as input"
-        )
+        message = "this server stores no responses; it has only POST /v1/responses, with the whole conversation"
         raise ApiError(404, message, code="not_stored")
 
     @router.post("/v1/messages", summary="Answer a conversation, in the form of Anthropic's API")

@@ -294,7 +294,7 @@ def test_a_replica_of_several_nodes_streams(device: str) -> None:
             2.7,
             64,
             False,
-            "random weights are not in a file that could be streamed; `tightwire prep",
+            "random weights are in no file to stream; `tightwire prep",
         ),
         (
             WeightOptions(),
