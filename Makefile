@@ -34,15 +34,20 @@ sources := pyproject.toml constraints.txt
 # Workers and servers compile nothing twice: what they import is kept as bytecode, whatever the shell has set.
 python := PYTHONDONTWRITEBYTECODE= $(bin)/python
 pytest := $(python) -m pytest -q -rs
-# Importing every test takes longer than collecting the few files with such tests. In reverse order those of servers, whose
-# tests take longest, come first, and short ones last.
+# In reverse order the files of training and servers, whose tests take longest, come first, and short ones last.
+beside := $(or $(ARGS),$(shell find tests -name 'test_*.py' | sort -r))
 alone := $(or $(ARGS),$(shell grep -rl 'mark\.alone' tests --include=test_*.py | sort -r))
-# What is well after all. pytest's 5: nothing was selected, where ARGS select. 1: tests failed; a deadline can be missed beside
-# five other tests, so those that failed run once more by themselves, and both reports are printed.
-well_after_all := $(if $(ARGS),[ $$? -eq 5 ],{ [ $$? -eq 1 ] && $(pytest) --last-failed --last-failed-no-failures none; })
+# Runs tests; $(1): pytest's options. Its exit code 5: nothing was selected, where ARGS select. 1: tests failed; a deadline can be missed
+# beside other tests, so those that failed run once more by themselves, and both reports are printed.
+run_tests = $(pytest) --dist loadfile --no-loadscope-reorder $(1) || \
+	$(if $(ARGS),[ $$? -eq 5 ],{ [ $$? -eq 1 ] && $(pytest) $(firstword $(1)) --last-failed --last-failed-no-failures none; })
+# Gives way to other processes, with all that it starts.
+yield := renice -n 19 $$$$ >/dev/null;
+# Prints what a command printed, when it has ended; $(1): a file for it, $(2): the command.
+print_after = { $(2); } >$(VENV)/$(1) 2>&1; code=$$?; cat $(VENV)/$(1); exit $$code
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check quick-check house docs sanitize gpu-test gpu-check gpu-wheels aot bench clean
+.PHONY: help serve test types tests-alone tests-beside check quick-check house docs sanitize gpu-test gpu-check gpu-wheels aot bench clean
 
 help:
 	@awk '/^#/ {sub(/^# ?/, ""); print; next} {exit}' $(firstword $(MAKEFILE_LIST))
@@ -51,14 +56,20 @@ serve: $(installed)
 	@echo "For tightwire in another terminal:  . $(abspath $(bin))/activate" >&2
 	@exec $(bin)/tightwire serve $(MODEL) --tp $(TP) --host $(HOST) --port $(PORT) $(ARGS)
 
-# Pyright keeps one core busy for half a minute, so it runs beside the tests; what it says comes after them. Workers wait for
-# servers and timers, so there are more than cores. Tests that are marked alone mostly wait, so two of those run at a time.
+# Three jobs at once. Tests that are marked alone mostly wait; two of them run at a time, and the other jobs use the time that they
+# leave. Workers wait for servers and timers, so there are more than cores.
 test: quick-check
 	$(bin)/tightwire pull
-	$(bin)/pyright >$(VENV)/pyright.log 2>&1 & types=$$!; \
-	$(pytest) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not multi_gpu and not alone" $(ARGS) || $(well_after_all); \
-	tests=$$?; wait $$types; types=$$?; cat $(VENV)/pyright.log; [ $$tests = 0 ] && [ $$types = 0 ]
-	$(pytest) -n 2 --dist loadfile --no-loadscope-reorder -m "alone and not gpu and not multi_gpu" $(alone) || $(well_after_all)
+	@$(MAKE) --no-print-directory --keep-going -j3 types tests-alone tests-beside
+
+types:
+	@$(yield) $(call print_after,types.log,$(bin)/pyright)
+
+tests-alone:
+	@$(call print_after,alone.log,$(call run_tests,-ocache_dir=.pytest_cache/alone -n 2 -m "alone and not gpu and not multi_gpu" $(alone)))
+
+tests-beside:
+	@$(yield) $(call run_tests,-ocache_dir=.pytest_cache/beside -n $(WORKERS) -m "not gpu and not multi_gpu and not alone" $(beside))
 
 check: quick-check
 	$(bin)/pyright
