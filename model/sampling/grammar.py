@@ -129,17 +129,17 @@ class GrammarMasks:
         return masks + [ahead.mask([token_id]) for token_id in draft]
 
     def forced(self, row: SamplingRow) -> list[int]:
-        """Return the tokens that must follow, for the caller to append; empty where other parameters see each token."""
+        """Return the tokens that must follow, up to max_tokens, for the caller to append; empty where other parameters see each token."""
         params = row.params
         seen = params.logprobs is not None or params.min_tokens or params.bad_words
         if not params.grammar or seen or params.allowed_token_ids is not None:
             return []
         matcher = self._matcher_of(row)
         matcher.consume(matcher.new_tokens())
-        tokens: list[int] = []
-        while matcher.forced:
-            tokens += matcher.forced
-            matcher.consume(list(matcher.forced))
+        tokens, most = list[int](), params.max_tokens - len(row.token_ids) + row.num_prompt_tokens
+        while found := matcher.forced[: most - len(tokens)]:  # a grammar may force text without end
+            tokens += found
+            matcher.consume(found)
         return tokens
 
     def release(self, row: SamplingRow) -> None:

@@ -59,6 +59,12 @@ def answer(row: Row, *, skips: bool) -> tuple[bytes, int]:
     return bytes(row.token_ids[3:]), num_chosen
 
 
+def test_no_more_tokens_are_forced_than_the_answer_may_have() -> None:
+    grammars, row = masks(), Row(make_grammar("grammar", 'start: "a" start'))
+    row.token_ids.append(ord("a"))
+    assert grammars.forced(row) == [ord("a")] * (row.params.max_tokens - 1)
+
+
 def test_forced_tokens_are_the_same_with_and_without_forward_passes() -> None:
     grammar = make_grammar("json", SCHEMA)
     assert answer(Row(grammar), skips=True) == (b'{"ab": "y"}', 2)
