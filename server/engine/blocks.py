@@ -116,8 +116,8 @@ class PrefixCache:
         return self._key(request, index) if index < self._num_shareable(request) else None
 
     def count_query(self, request: Request) -> None:
-        """Count a request that starts. ``count_hits`` counts its hits, now and later."""
-        if self._enabled and request.prompt_logprobs is None:
+        """Count a request that starts for the first time. ``count_hits`` counts its hits, now and later."""
+        if self._enabled and request.prompt_logprobs is None and not request.was_preempted:
             self._counters.num_prefix_queried_tokens += request.num_prompt_tokens
 
     def count_hits(self, request: Request, num_tokens: int) -> None:

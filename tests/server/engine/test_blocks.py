@@ -287,6 +287,7 @@ def test_a_preempted_sequence_returns_after_its_cached_prompt() -> None:
     scheduler.sequences.remove(old)
     assert shares(run(scheduler))["young"][0] > 0
     assert young.num_cached_tokens == 0  # of its first start
+    assert (scheduler.counters.num_prefix_queried_tokens, scheduler.counters.num_prefix_hit_tokens) == (40, 0)
 
 
 def test_a_sequence_that_is_not_admitted_holds_no_blocks() -> None:
