@@ -66,8 +66,7 @@ class TokenTable:
     def banned(self, text: str, vocab_size: int) -> BannedText:
         """All spellings of ``text``, with and without a space before it, in the first ``vocab_size`` tokens."""
         text = text.lstrip() or text
-        spelled, ids_of = f" {text}".encode(), self._ids_of
-        longest = max(map(len, ids_of))
+        spelled, (longest, ids_of) = f" {text}".encode(), self._ids_of
         steps = tuple(
             {
                 token_id: stop
@@ -80,13 +79,13 @@ class TokenTable:
         return BannedText(steps, starts=(0, 1))
 
     @functools.cached_property
-    def _ids_of(self) -> dict[bytes, list[int]]:
-        """The tokens by their bytes. SentencePiece has two of some: a character and its byte."""
+    def _ids_of(self) -> tuple[int, dict[bytes, list[int]]]:
+        """The bytes of the longest token, and the tokens by their bytes. SentencePiece has two of some: a character and its byte."""
         ids_of: dict[bytes, list[int]] = {}
         for token_id in range(self._backend.get_vocab_size()):
             if token_id not in self.special and (raw := self.bytes_of(token_id)):
                 ids_of.setdefault(raw, []).append(token_id)
-        return ids_of
+        return max(map(len, ids_of), default=0), ids_of
 
     def _piece(self, token_id: int) -> str:
         return self._backend.id_to_token(token_id) or ""
