@@ -29,8 +29,9 @@ _MAX_COMPILED = 64  # grammars kept for later requests
 MAX_GRAMMAR_CHARS = 256 << 10
 _STACK_BYTES = 512 << 20
 _MAX_GBNF_CHARS = 32 << 10  # the conversion to Lark is Python, and takes time with the square of the number of rules
-# Size of all regular expressions; 5000 enum values have 60,000. Compiling a larger one may take minutes.
-_MAX_LEXER_FUEL = 80_000
+# Fuel: the size of all regular expressions; 5000 enum values have 60,000, and compiling a larger one may take minutes. Items: the
+# parser's work for a token or a mask, up to 0.5 s, for which all requests wait; the usual 50,000 take seconds.
+_LIMITS: Any = {"initial_lexer_fuel": 80_000, "step_max_items": 10_000, "verbose_errors": False}
 # llguidance 1.7.6 reads such numbers as the integer -2^63, follows a recursion without end, and ends the process.
 _LOWEST = -(2.0**63 - 1024)
 _NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -148,8 +149,7 @@ class GrammarMasks:
 
     def _matcher_of(self, row: SamplingRow) -> "_RowMatcher":
         if id(row) not in self._matchers:
-            fresh = self._matcher(row.params.grammar).deep_copy()
-            self._matchers[id(row)] = _RowMatcher(row, fresh, self._vocab_size)
+            self._matchers[id(row)] = _RowMatcher(row, self._matcher(row.params.grammar).deep_copy(), self._vocab_size)
         return self._matchers[id(row)]
 
     def _matcher(self, grammar: str) -> "LLMatcher":
@@ -166,7 +166,7 @@ class GrammarMasks:
             if (matcher := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return matcher
-        limits = LLParserLimits(initial_lexer_fuel=_MAX_LEXER_FUEL, verbose_errors=False)
+        limits = LLParserLimits(**_LIMITS)
         matcher = _with_large_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=limits))
         if matcher.is_error():
             raise ValueError(matcher.get_error())

@@ -59,6 +59,18 @@ def answer(row: Row, *, skips: bool) -> tuple[bytes, int]:
     return bytes(row.token_ids[3:]), num_chosen
 
 
+def test_a_grammar_whose_masks_take_too_long_breaks() -> None:
+    backend = byte_backend(300)
+    backend.add_tokens(["a" * length for length in range(2, 40)])
+    grammars, row = (
+        GrammarMasks(338, [EOS_ID], backend.to_str),
+        Row(make_grammar("grammar", 'start: x\nx: x x x | x x | "a" | ')),
+    )
+    row.token_ids += [ord("a")] * 40
+    (banned_V,) = grammars.banned(row)
+    assert banned_V.all()
+
+
 def test_no_more_tokens_are_forced_than_the_answer_may_have() -> None:
     grammars, row = masks(), Row(make_grammar("grammar", 'start: "a" start'))
     row.token_ids.append(ord("a"))
