@@ -1,6 +1,7 @@
 """Rank 0's part in choosing tokens: turns sequences into rows for all ranks (``rows``), and their results into tokens."""
 
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -80,13 +81,11 @@ class Sampler:
     def rows(self, wanted: Sequence[Wanted]) -> SampleRows:
         """Return the rows of a step. ``token_ids`` of a sequence end with the token before its first chosen one, a deferred
         one unless ``params.needs_tokens``."""
-        table, streams, positions, bias, counts = [], [], [], [], []
+        table, draws, bias, counts = [], [], [], []
         for row, targets, samples, draft in wanted:
             state, params = self._state(row), row.params
-            for target in targets:
-                table.append(scored_row(target, params.prompt_logprobs or 0))
-                streams.append(0)
-                positions.append(0)
+            table += [scored_row(target, params.prompt_logprobs or 0) for target in targets]
+            draws += [(0, 0)] * len(targets)
             num_output = len(row.token_ids) - row.num_prompt_tokens
             for place in range(num_output, num_output + 1 + len(draft)) if samples else ():
                 if params.logit_bias:
@@ -96,11 +95,10 @@ class Sampler:
                 if params.has_penalties:
                     counts.append((len(table), *state.counted(draft[: place - num_output])))
                 table.append(state.numbers)
-                streams.append(state.stream)
-                positions.append(place)
+                draws.append((state.stream, place))
         table_RC = np.array(table, np.float64).reshape(-1, len(Column))
-        noise_R = hashed(np.array(streams, np.int64) + steps_of(np.array(positions, np.int64)))
-        table_RC[:, Column.NOISE] = noise_R.view(np.float64)
+        stream_R, place_R = np.array(draws, np.int64).reshape(-1, 2).T
+        table_RC[:, Column.NOISE] = hashed(stream_R + steps_of(place_R)).view(np.float64)
         return SampleRows(table_RC.tobytes(), packed_edits(bias), packed_edits(counts))
 
     def banned(self, wanted: Sequence[Wanted]) -> bytes:
@@ -129,9 +127,9 @@ class Sampler:
         for num_drafted in range(wanted.num_chosen):
             banned_V = always_V.copy() if by_grammar is None else always_V | by_grammar[num_drafted]
             output = [*row.token_ids[row.num_prompt_tokens :], *draft[:num_drafted]]
-            for word in params.bad_words:
-                if num_seen := min(len(word.steps) - 1, len(output)):
-                    banned_V[word.ends_after(output[-num_seen:])] = True
+            for word, own in self._state(row).words:
+                if seen := [*takewhile(own.__contains__, islice(reversed(output), len(word.steps) - 1))]:
+                    banned_V[word.ends_after(seen[::-1])] = True
             yield banned_V
 
     def _state(self, row: SamplingRow) -> "_State":
@@ -150,11 +148,13 @@ class _State:
         self.numbers = sampled_row(params, vocab_size)
         self.bias_ids, self.bias = np.array([*params.logit_bias]), np.array([*params.logit_bias.values()])
         self.stop_ids = np.array([*row.stop_ids])
+        # With the ids in each: only tokens behind the last other one can be its beginning, and few words have any.
+        self.words = [(word, frozenset(chain.from_iterable(word.steps))) for word in params.bad_words]
         self.banned_V: np.ndarray | None = None
         if params.has_mask:
             self.banned_V = np.full(vocab_size, params.allowed_token_ids is not None)
             self.banned_V[[*(params.allowed_token_ids or ())]] = False
-            for word in params.bad_words:
+            for word, _ in self.words:
                 self.banned_V[word.whole] = True
         self._counts: dict[int, int] = {}  # tokens of prompt and output, and how often each is in the output
         self._num_counted = 0
