@@ -15,8 +15,8 @@ class Sequences:
     def __init__(self, limits: Limits, counters: EngineCounters) -> None:
         self.pool = BlockPool(limits.num_blocks)
         self.prefixes = PrefixCache(self.pool, limits, counters)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting, self.running = deque[Request](), list[Request]()
+        self._num_waiting_tokens = 0
         self._limits, self._counters = limits, counters
 
     def __len__(self) -> int:
@@ -29,14 +29,16 @@ class Sequences:
     @property
     def num_to_compute(self) -> int:
         """Known tokens left to compute, including cached tokens of waiting sequences."""
-        return sum(request.num_to_compute for requests in (self.running, self.waiting) for request in requests)
+        return self._num_waiting_tokens + sum(request.num_to_compute for request in self.running)
 
     def add(self, request: Request) -> None:
         """Queue a sequence whose prompt and max_tokens fit max_model_len."""
         self.waiting.append(request)
+        self._num_waiting_tokens += len(request.token_ids)
 
     def remove(self, request: Request, *, spoiled: bool = False) -> None:
         """Remove a sequence that ended; its blocks are free at once. ``spoiled``: others must not share them."""
+        self._num_waiting_tokens -= 0 if request in self.running else len(request.token_ids)
         (self.running if request in self.running else self.waiting).remove(request)
         if spoiled:
             self.prefixes.forget(request)
@@ -58,6 +60,7 @@ class Sequences:
                 self._free(request)
                 return
             self.running.append(self.waiting.popleft())
+            self._num_waiting_tokens -= len(request.token_ids)
             self.prefixes.count_hits(request, num_cached)
             self.prefixes.count_query(request)
 
@@ -82,6 +85,7 @@ class Sequences:
         self._free(request)
         request.was_preempted = True
         self.waiting.appendleft(request)
+        self._num_waiting_tokens += len(request.token_ids)
         self._counters.num_preemptions += 1
 
     def _free(self, request: Request) -> None:
@@ -93,9 +97,7 @@ class Sequences:
 
     def _free_passed(self, request: Request) -> None:
         groups = self._limits.groups
-        if not groups.num_sliding:
-            return
-        first = self._limits.first_block(request.num_computed)
+        first = self._limits.first_block(request.num_computed) if groups.num_sliding else 0
         for index in range(request.num_passed_blocks, first):
             passed = slice(index * groups.num + groups.num_full, (index + 1) * groups.num)
             self.pool.free(block for block in request.blocks[passed] if block >= 0)

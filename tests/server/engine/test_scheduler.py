@@ -131,6 +131,12 @@ def test_the_youngest_is_preempted_to_the_head_of_the_queue() -> None:
     assert list(scheduler.sequences.waiting) == [young, late] and scheduler.counters.num_preemptions == 2
     assert young.num_computed == 0 and not young.blocks
     assert num_used(scheduler) == len(old.blocks)
+    assert scheduler.sequences.num_to_compute == sum(each.num_to_compute for each in (old, young, late))
+    scheduler.sequences.remove(young)
+    scheduler.sequences.remove(old)
+    assert scheduler.sequences.num_to_compute == late.num_to_compute
+    run(scheduler)
+    assert list(scheduler.sequences.running) == [late] and scheduler.sequences.num_to_compute == late.num_to_compute
 
 
 def test_a_preempted_sequence_returns_only_with_room_to_grow() -> None:
