@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from tightwire.comm.group.numa import describe_numbers
 from tightwire.kernels.cpu.library import level
 from tightwire.model.open import Checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
-from tightwire.parent_death import process_age_s
+from tightwire.parent_death import end_signals, process_age_s
 from tightwire.progress import Progress
 from tightwire.server.api.answer import unless
 from tightwire.server.api.errors import ApiError
@@ -66,7 +65,7 @@ class _Server:
 
     async def run(self) -> int:
         self._stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in end_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         http, adapters = self._config.http, self._config.adapters
         async with RankedEngine(self._config, self._ranks, self._progress) as engine:

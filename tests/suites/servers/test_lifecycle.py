@@ -113,7 +113,7 @@ def test_a_trace_holds_both_ranks_collectives_and_what_outlasts_the_grace_time_i
     with ThreadPoolExecutor() as pool:
         recording = pool.submit(httpx.get, f"{url}/comm/trace?seconds=30", timeout=120, trust_env=False)
         time.sleep(0.5)
-        assert server.end() == 0
+        assert server.end(signal.SIGHUP) == 0, "its terminal closed"
         refused = recording.result()
     assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
     assert streaming.finish(5)[-1] == "data: [DONE]"
