@@ -23,7 +23,7 @@ from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.app import make_app, run_server
 from tightwire.server.http.check_body import check_fields
-from tightwire.server.http.listener import url_of
+from tightwire.server.http.listener import remove_socket, url_of
 from tightwire.server.http.routes.observe import first_request
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import Ready
@@ -165,6 +165,7 @@ class _Server:
             self._stop.set()
         elif now - self._first_signal_s > _SAME_SIGNAL_S:
             self._ranks.kill()
+            remove_socket(self._config.http)
             os._exit(128 + number)
 
 

@@ -159,6 +159,24 @@ def test_a_killed_rank_is_named_to_every_client_and_another_server_goes_on(start
 
 
 @pytest.mark.alone
+def test_a_second_signal_removes_the_unix_socket(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    server = start("--uds", str(path))
+    wait_until(lambda: "ready in" in server.log, START_S)
+    body = {"prompt": "hello", "max_tokens": ENDLESS, "stream": True, "ignore_eos": True}
+    with (
+        httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=60) as client,
+        client.stream("POST", "http://localhost/v1/completions", json=body) as response,
+    ):
+        lines = response.iter_lines()  # dropping it would close the connection
+        assert next(lines).startswith("data: ")
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        assert server.end(signal.SIGTERM, timeout_s=10) == 128 + signal.SIGTERM
+    assert not path.exists()
+
+
+@pytest.mark.alone
 def test_a_stopped_rank_is_noticed_by_its_silence(start: Start) -> None:
     server = start("--rank-timeout-s", "2")
     url = server.wait_ready()
