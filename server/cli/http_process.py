@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from tightwire.comm.group.numa import describe_numbers
 from tightwire.kernels.cpu.library import level
 from tightwire.model.open import Checkpoint
 from tightwire.model.text.tokenizer import Tokenizer
-from tightwire.parent_death import process_age_s
+from tightwire.parent_death import end_signals, process_age_s
 from tightwire.progress import Progress
 from tightwire.server.api.answer import unless
 from tightwire.server.api.errors import ApiError
@@ -24,7 +23,7 @@ from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.app import make_app, run_server
 from tightwire.server.http.check_body import check_fields
-from tightwire.server.http.listener import url_of
+from tightwire.server.http.listener import remove_socket, url_of
 from tightwire.server.http.routes.observe import first_request
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import Ready
@@ -66,7 +65,7 @@ class _Server:
 
     async def run(self) -> int:
         self._stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in end_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         http, adapters = self._config.http, self._config.adapters
         async with RankedEngine(self._config, self._ranks, self._progress) as engine:
@@ -166,6 +165,7 @@ class _Server:
             self._stop.set()
         elif now - self._first_signal_s > _SAME_SIGNAL_S:
             self._ranks.kill()
+            remove_socket(self._config.http)
             os._exit(128 + number)
 
 

@@ -31,15 +31,21 @@ def ignore_terminal_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def end_signals() -> tuple[int, ...]:
+    """The signals that ask this process to end: SIGHUP (its terminal closed) too, unless `nohup` has it ignored."""
+    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    return signal.SIGINT, signal.SIGTERM, *hangup
+
+
 def clean_up_at_signals(clean_up: Callable[[], None]) -> None:
-    """Call ``clean_up`` when Ctrl-C or SIGTERM is about to end this process. Valid until another handler is set. Main thread only."""
+    """Call ``clean_up`` when one of ``end_signals`` is about to end this process. Valid until another handler is set. Main thread only."""
 
     def end(number: int, frame: object) -> None:  # raises nothing: during imports an exception may be lost
         clean_up()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in end_signals():
         signal.signal(number, end)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tightwire.parent_death import end_stopped_parent, process_age_s, state_of, stop_signals
+from tightwire.parent_death import end_signals, end_stopped_parent, process_age_s, state_of, stop_signals
 
 
 @pytest.fixture
@@ -73,6 +73,15 @@ subprocess.run([sys.executable, "-c", *sys.argv[1:]])
     while state_of(pid) not in ("", "Z"):
         time.sleep(0.01)
     assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_closed_terminal_asks_a_process_to_end_unless_nohup_has_it_ignored(
+    ignored: bool, request: pytest.FixtureRequest
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
+    assert (signal.SIGHUP in end_signals()) != ignored
 
 
 def test_this_process_has_an_age() -> None:

@@ -148,7 +148,8 @@ def _as_table(page: Mapping[str, Any]) -> Response:
     )
     title = f"{page['info']['title']} {page['info']['version']}"
     return HTMLResponse(
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><h1>{title}</h1>"
+        '<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content="width=device-width"><meta name=color-scheme '
+        f'content="light dark"><link rel=icon href="/web/icon.svg"><title>{title}</title><h1>{title}</h1>'
         f"<p>{html.escape(page['info']['description'])}<table>{rows}</table>"
         '<p>Fields, answers and errors: <a href="/openapi.json">/openapi.json</a>, which OpenAPI tools read.'
     )

@@ -68,7 +68,8 @@ function listAt(lines, at) {
   }
   const drawn = items.map((item) => html`<li>${inline(item.join("\n"))}</li>`);
   const number = ITEM.exec(lines[at])[1];
-  return [number ? html`<ol start=${number}>${drawn}</ol>` : html`<ul>${drawn}</ul>`, end];
+  const room = { paddingLeft: `max(1.5em, ${String(Number(number) + items.length).length + 1}ch)` }; // or long numbers are cut
+  return [number ? html`<ol start=${number} style=${room}>${drawn}</ol>` : html`<ul>${drawn}</ul>`, end];
 }
 
 function inline(text) {

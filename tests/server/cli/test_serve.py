@@ -45,12 +45,12 @@ def test_what_the_options_alone_refuse_is_refused_before_torch_is_imported(argum
 
 
 @pytest.mark.parametrize(("verb", "flag"), [("serve", "--port"), ("serve", "--uds"), ("generate", "")])
-def test_ctrl_c_during_imports_is_neither_lost_nor_a_traceback(
+def test_a_signal_during_imports_is_neither_lost_nor_a_traceback(
     verb: str, flag: str, model: Path, tmp_path: Path
 ) -> None:
     arguments = {"--port": ["--port", "0"], "--uds": ["--uds", str(tmp_path / "socket")]}.get(flag, ["hello"])
     command = [sys.executable, "-m", "tightwire", verb, *arguments, "--model", str(model)]
-    for delay_s in (0.15, 0.6):
+    for number, delay_s in ((signal.SIGINT, 0.15), (signal.SIGINT, 0.6), (signal.SIGHUP, 0.6)):
         with subprocess.Popen(
             command,
             env={**os.environ, "PYTHONPATH": str(SOURCE)},
@@ -59,8 +59,8 @@ def test_ctrl_c_during_imports_is_neither_lost_nor_a_traceback(
         ) as process:
             _wait_for_main(process.pid)
             time.sleep(delay_s)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(30) in (-signal.SIGINT, 130, 0)
+            process.send_signal(number)
+            assert process.wait(30) in (-number, 128 + number, 0)
             assert process.stderr is not None and b"Traceback" not in process.stderr.read()
             assert list(tmp_path.iterdir()) == []
 

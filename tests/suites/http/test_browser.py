@@ -444,7 +444,7 @@ def test_code_blocks_end_where_markdown_ends_them(visit: Open, engine: FakeEngin
         drawn = v.page.evaluate(_DRAW, list(code))
     assert [block["code"] for block in drawn] == list(code.values())
     assert [block["text"] for block in drawn][-1] == "x = 1 is a line"
-    assert '<ol start="2"><li>Done' in drawn[0]["html"]
+    assert '<ol start="2"' in drawn[0]["html"] and "<li>Done" in drawn[0]["html"]
 
 
 def test_no_text_of_an_answer_is_lost(visit: Open) -> None:
@@ -452,6 +452,22 @@ def test_no_text_of_an_answer_is_lost(visit: Open) -> None:
         drawn = v.page.evaluate(_DRAW, ["# A\rtitle", "> a\u2028quote", "- an\u2028item", "[a](https://b.c/d_(e)/f) g"])
     assert [block["text"].split() for block in drawn] == [["A", "title"], ["a", "quote"], ["an", "item"], ["a", "g"]]
     assert 'href="https://b.c/d_(e)/f"' in drawn[-1]["html"]
+
+
+def test_long_numbers_of_a_list_are_not_cut_on_a_phone(visit: Open, engine: FakeEngine) -> None:
+    engine.script = says("1998. The year of the wire")
+    with visit(viewport=_PHONE) as v:
+        v.say("When?")
+        v.see(".reply .facts", "tokens/s")
+        room, width = v.page.evaluate(
+            """() => {
+                const [list, mark] = [document.querySelector(".reply ol"), document.createElement("span")];
+                mark.append("1998. ");
+                list.before(mark);
+                return [parseFloat(getComputedStyle(list).paddingLeft), mark.offsetWidth];
+            }"""
+        )
+    assert room >= width > 0
 
 
 def test_a_server_with_one_policy_says_how_to_start_it_with_two(visit: Open, engine: FakeEngine) -> None:

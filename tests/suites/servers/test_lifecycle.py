@@ -113,7 +113,7 @@ def test_a_trace_holds_both_ranks_collectives_and_what_outlasts_the_grace_time_i
     with ThreadPoolExecutor() as pool:
         recording = pool.submit(httpx.get, f"{url}/comm/trace?seconds=30", timeout=120, trust_env=False)
         time.sleep(0.5)
-        assert server.end() == 0
+        assert server.end(signal.SIGHUP) == 0, "its terminal closed"
         refused = recording.result()
     assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
     assert streaming.finish(5)[-1] == "data: [DONE]"
@@ -156,6 +156,24 @@ def test_a_killed_rank_is_named_to_every_client_and_another_server_goes_on(start
     assert not any(map(is_alive, ranks))
     assert complete(other_url, 20).json()["choices"][0]["text"] == want
     _a_second_signal_ends_at_once(other, other_url)
+
+
+@pytest.mark.alone
+def test_a_second_signal_removes_the_unix_socket(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    server = start("--uds", str(path))
+    wait_until(lambda: "ready in" in server.log, START_S)
+    body = {"prompt": "hello", "max_tokens": ENDLESS, "stream": True, "ignore_eos": True}
+    with (
+        httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=60) as client,
+        client.stream("POST", "http://localhost/v1/completions", json=body) as response,
+    ):
+        lines = response.iter_lines()  # dropping it would close the connection
+        assert next(lines).startswith("data: ")
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        assert server.end(signal.SIGTERM, timeout_s=10) == 128 + signal.SIGTERM
+    assert not path.exists()
 
 
 @pytest.mark.alone

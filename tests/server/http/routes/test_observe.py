@@ -36,6 +36,8 @@ async def test_docs_list_every_route_without_a_script_or_another_server(client: 
     for path in (await client.get("/openapi.json")).json()["paths"]:
         assert f"<code>{path}</code>" in text
     assert "<script" not in text and "http" not in text
+    assert 'rel=icon href="/web/icon.svg"' in text, "browsers would ask for /favicon.ico, which is a 404"
+    assert "name=viewport" in text and 'content="light dark"' in text
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/metrics"])
