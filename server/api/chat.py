@@ -156,8 +156,7 @@ class ChatDialect(Dialect[ChatBody]):
             raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
         if body.tools or body.demands_calls:
             check_tools(body.tools, body.tool_choice)
-        tools = () if body.tool_choice == "none" else body.tools
-        ids = await chat_token_ids(self.model, body.messages, body, tools)
+        ids = await chat_token_ids(self.model, body.messages, body, () if body.tool_choice == "none" else body.tools)
         self._thinks = body.may_call_tools and opens_thought(self.model.tokenizer, ids)
         return [Prompt(ids, after_text=body.continue_final_message)]
 
