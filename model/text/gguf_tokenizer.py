@@ -64,13 +64,13 @@ def _tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
     if not tokens:
         raise ModelError("has no tokenizer (tokenizer.ggml.tokens is missing)")
     types: list[int] = file.get("tokenizer.ggml.token_type", [])
-    template = file.get("tokenizer.chat_template")
+    template, tools = (file.get(f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
     if len(tokens) > config.vocab_size or len(types) not in (0, len(tokens)):
         raise ModelError(
             f"has {len(tokens)} tokens with {len(types)} types in its tokenizer, and an embedding of {config.vocab_size}"
         )
-    if not isinstance(template, str | None):
-        raise ModelError(f"tokenizer.chat_template is {template!r}, and should be text")
+    if not isinstance(template, str | None) or not isinstance(tools, str | None):
+        raise ModelError(f"tokenizer.chat_template is {template!r:.60}, and should be text")
     kind = file.get("tokenizer.ggml.model")
     if kind == "gpt2":
         backend = _byte_level(file, tokens)
@@ -86,6 +86,7 @@ def _tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
     return Tokenizer(
         backend,
         chat_template=template,
+        tool_template=tools,
         template_origin=str(file.path),
         special_tokens=special_tokens,
         bos_token_id=config.bos_token_id,

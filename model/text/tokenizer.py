@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tightwire.model.checkpoint.errors import ChatTemplateError, ModelError, nam
 from tightwire.model.checkpoint.header import read_json
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+Chat = Sequence[Mapping[str, Any]]  # messages, each with its role and content
 
 
 @dataclass(eq=False, repr=False)
@@ -35,6 +36,7 @@ class Tokenizer:
     backend: Backend  # the library's tokenizer
     _: KW_ONLY
     chat_template: str | None  # its source; None: there is none
+    tool_template: str | None = None  # that of conversations with tools; None: the same
     template_origin: str = "the model"  # the file or flag that gave it
     special_tokens: Mapping[str, str]  # texts by their name in chat templates, such as ``{"bos_token": "<s>"}``
     bos_token_id: int | None
@@ -55,13 +57,12 @@ class Tokenizer:
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def use_template(self, source: str, origin: str) -> None:
-        """Compile ``source`` as the chat template, before the first conversation. ChatTemplateError: it cannot be compiled."""
-        self.chat_template, self.template_origin = source, origin
-        self._chat_template = ChatTemplate(source, self.special_tokens, origin)
+        """Render all conversations with ``source``; call it before the first one."""
+        self.chat_template, self.tool_template, self.template_origin = source, None, origin
 
     @cached_property
     def template_writes_tools(self) -> bool:
-        """True if the chat template puts the variable ``tools`` into the prompt."""
+        """True if the template of conversations with tools puts the variable ``tools`` into the prompt."""
         name = "tool_that_no_prompt_has"
         function = {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}
         tools = [{"type": "function", "function": function}]
@@ -71,41 +72,39 @@ class Tokenizer:
             return False
 
     def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        *,
-        continue_final_message: bool = False,
-        **variables: Any,
+        self, messages: Chat, add_generation_prompt: bool = True, continue_final_message: bool = False, **variables: Any
     ) -> str:
         """Render the prompt for ``messages`` (``{"role", "content"}``); the template gets all further variables.
 
         ``continue_final_message``: end in the last message's text, which the answer continues. Raises
         ChatTemplateError: there is no chat template, or it rejects these messages.
         """
+        template = self.templates[variables.get("tools") is not None]
         if continue_final_message:
-            return self._chat_template.render_open(messages, **variables)
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+            return template.render_open(messages, **variables)
+        return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
+    def encode_chat(self, messages: Chat, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Render and encode ``messages``. No special tokens are added, because the template writes a BOS if needed."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
 
     def save(self, folder: Path) -> None:
         """Write the files that ``tokenizer_from_folder`` opens. The ids of BOS and EOS belong to config.json."""
-        config = {"tokenizer_class": TOKENIZER_CLASS, **self.special_tokens}
+        config: dict[str, Any] = {"tokenizer_class": TOKENIZER_CLASS, **self.special_tokens}
+        named = {"default": self.chat_template, "tool_use": self.tool_template}
         if self.chat_template is not None:
-            config["chat_template"] = self.chat_template
+            listed = [{"name": name, "template": source} for name, source in named.items()]
+            config["chat_template"] = listed if self.tool_template else self.chat_template
         (folder / "tokenizer.json").write_text(self.backend.to_str(), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
     @cached_property
-    def _chat_template(self) -> "ChatTemplate":
+    def templates(self) -> "list[ChatTemplate]":
+        """Those of conversations without and with tools, compiled. ChatTemplateError: there are none, or one is damaged."""
         if self.chat_template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions, or an instruct model")
-        return ChatTemplate(self.chat_template, self.special_tokens, self.template_origin)
+        sources = self.chat_template, self.tool_template or self.chat_template
+        return [ChatTemplate(source, self.special_tokens, self.template_origin) for source in sources]
 
 
 def tokenizer_from_folder(folder: Path, bos_token_id: int | None, eos_token_ids: tuple[int, ...]) -> Tokenizer:
@@ -120,10 +119,11 @@ def tokenizer_from_folder(folder: Path, bos_token_id: int | None, eos_token_ids:
     for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(token["content"]) is None:
             backend.add_tokens([AddedToken(**token)])
-    template, template_path = _chat_template_source(folder, config)
+    template, tool_template, template_path = _chat_templates(folder, config)
     return Tokenizer(
         backend,
         chat_template=template,
+        tool_template=tool_template,
         template_origin=str(template_path),
         special_tokens=_special_tokens(folder, config),
         bos_token_id=bos_token_id,
@@ -155,20 +155,21 @@ def _read_backend(folder: Path) -> Backend:
         ) from None
 
 
-def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, Path]:
-    """Return the template and its file: a separate one has priority over the key; of several named templates, the default."""
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None, Path]:
+    """Return the default template, that for tools, and the file of both: a separate file has priority over the key."""
+    tools = folder / "additional_chat_templates" / "tool_use.jinja"
     for name in ("chat_template.jinja", "chat_template.json"):
         if (path := folder / name).is_file():
             with naming(path, "cannot be read", UnicodeDecodeError):
                 text = path.read_text("utf-8") if path.suffix == ".jinja" else read_json(path).get("chat_template")
-                return text, path
-    source = config.get("chat_template")
+                return text, tools.read_text("utf-8") if tools.is_file() else None, path
+    source, named = config.get("chat_template"), dict[Any, Any]()
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default") or next(iter(named.values()), None)
-    if not isinstance(source, str | None):
-        raise ModelError(f"{folder}: its chat_template is {source!r:.60}, and should be text")
-    return source, folder / "tokenizer_config.json"
+    if not all(isinstance(each, str | None) for each in (source, named.get("tool_use"))):
+        raise ModelError(f"{folder}: its chat_template is {config['chat_template']!r:.60}, and should be text")
+    return source, named.get("tool_use"), folder / "tokenizer_config.json"
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -193,7 +194,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"{told} Mend it, or give another with --chat-template FILE") from None
         self._special_tokens = dict(special_tokens)
 
-    def render_open(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render_open(self, messages: Chat, **variables: Any) -> str:
         """Render up to the end of the last text, which an answer continues; ChatTemplateError if impossible."""
         *before, last = messages
         marked = {**last, "content": last["content"] + _MARK}
@@ -203,7 +204,7 @@ class ChatTemplate:
             raise ChatTemplateError("the model's chat template does not print the last message as it is")
         return text[:end] if text.startswith(_MARK, end) else text[:end].rstrip()  # this template trims messages
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str:
+    def render(self, messages: Chat, *, add_generation_prompt: bool, **variables: Any) -> str:
         """Render messages; raises ChatTemplateError with the template's message if it rejects them."""
         values = {"tools": None, "documents": None, **self._special_tokens, **variables}
         try:
@@ -219,9 +220,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
     # Jinja's own filter escapes HTML characters.
-    environment.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
-        value, ensure_ascii=ensure_ascii, **options
-    )
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda fmt: datetime.now().strftime(fmt)
     return environment

@@ -117,9 +117,10 @@ async def chat_token_ids(
     def encode() -> list[int]:
         plain, listed = [m.to_template() for m in messages], [tool.model_dump(exclude_none=True) for tool in tools]
         if listed or any(message["role"] == "tool" or "tool_calls" in message for message in plain):
-            if model.tokenizer.template_writes_tools:
+            # A template for tools is that of conversations with a list of them; the default one may omit earlier calls.
+            if model.tokenizer.template_writes_tools and (listed or not model.tokenizer.tool_template):
                 ending["tools"] = listed or None
-                if "[TOOL_CALLS]" in (model.tokenizer.chat_template or ""):
+                if "[TOOL_CALLS]" in (model.tokenizer.tool_template or model.tokenizer.chat_template or ""):
                     shorten_ids(plain)
             else:
                 _note_tool_prompt(model.info.name)
@@ -155,8 +156,7 @@ class ChatDialect(Dialect[ChatBody]):
             raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
         if body.tools or body.demands_calls:
             check_tools(body.tools, body.tool_choice)
-        tools = () if body.tool_choice == "none" else body.tools
-        ids = await chat_token_ids(self.model, body.messages, body, tools)
+        ids = await chat_token_ids(self.model, body.messages, body, () if body.tool_choice == "none" else body.tools)
         self._thinks = body.may_call_tools and opens_thought(self.model.tokenizer, ids)
         return [Prompt(ids, after_text=body.continue_final_message)]
 

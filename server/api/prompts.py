@@ -62,7 +62,7 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
     """``n`` sequences for each prompt, in OpenAI's order of choices. Raises ApiError 400, naming the field."""
     seed = body.seed if body.seed is not None else model.info.default_seed or secrets.randbits(63)
     logprobs, sequences = body.num_logprobs, []
-    bans, grammar = _bans(body, model), _grammar(body)
+    bans, grammar = _bans(body, model), _grammar(body, model)
     for prompt in prompts:
         # Some tokenizers have tokens that were added after training, without an embedding in the model.
         check_ids(prompt.token_ids, model.info, body.text_param)
@@ -83,7 +83,7 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
     return sequences
 
 
-def _grammar(body: GenerationBody) -> str:
+def _grammar(body: GenerationBody, model: ServedModel) -> str:
     """The grammar of the answer; empty: none. Raises ApiError 400."""
     grammar = ""
     if isinstance(body, ChatBody) and body.demands_calls:
@@ -95,6 +95,9 @@ def _grammar(body: GenerationBody) -> str:
         grammar = structured_grammar(body.response_format, body.structured_outputs)
     if grammar and body.ignore_eos:
         raise invalid("ignore_eos continues an answer whose form says where it ends; leave it out", param="ignore_eos")
+    ends = model.tokenizer.eos_token_ids
+    if grammar and ends and not set(ends).intersection(body.allowed_token_ids or ends):
+        raise invalid(f"allowed_token_ids needs an end token beside a form: one of {ends}", "allowed_token_ids")
     return grammar
 
 
@@ -109,11 +112,8 @@ def _bans(body: GenerationBody, model: ServedModel) -> dict[str, tuple[Any, ...]
         banned.update(body.stop_token_ids, () if body.ignore_eos else model.tokenizer.eos_token_ids)
     if banned.issuperset(range(model.info.vocab_size) if allowed is None else allowed):
         given = "the whole vocabulary" if allowed is None else f"all {len(allowed)} allowed_token_ids"
-        raise invalid(
-            f"bad_words, and min_tokens with its ban of stop tokens, leave no token to generate: they ban {given}; ban "
-            "fewer tokens or allow others",
-            param="bad_words" if allowed is None else "allowed_token_ids",
-        )
+        why = f"bad_words and min_tokens, which bans stop tokens, leave no token: they ban {given}; ban fewer"
+        raise invalid(why, "bad_words" if allowed is None else "allowed_token_ids")
     return {"allowed_token_ids": allowed, "bad_words": words}
 
 

@@ -270,7 +270,7 @@ class _OpenCall:
 
 def openers_of(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the marks of calls that the model knows, from its chat template and its tokens; all where they name none."""
-    template, id_of = tokenizer.chat_template or "", tokenizer.backend.token_to_id
+    template, id_of = tokenizer.tool_template or tokenizer.chat_template or "", tokenizer.backend.token_to_id
     known = tuple(mark for mark in _OPENERS if mark in template or id_of(mark) is not None)
     return known if known and tokenizer.template_writes_tools else _OPENERS
 

@@ -170,15 +170,14 @@ class _Server:
 
 
 def take_defaults(config: ServeConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, float]:
-    """Compile the chat template; return the sampling fields of the model's generation_config.json. ValueError: one is refused."""
+    """Compile the chat templates; return the sampling fields of the model's generation_config.json. ValueError: one is refused."""
     if (flag := config.http.chat_template) is not None:
         try:
             template = Path(os.path.expanduser(flag)).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template {flag}: cannot be read: {error}") from None
         tokenizer.use_template(template, f"--chat-template {flag}")
-    elif tokenizer.chat_template is not None:
-        tokenizer.use_template(tokenizer.chat_template, tokenizer.template_origin)
+    _ = tokenizer.chat_template is not None and tokenizer.templates
     names = _SAMPLING if config.http.generation_config == "auto" else ()
     given = {name: checkpoint.generation[name] for name in names if checkpoint.generation.get(name) is not None}
     try:

@@ -105,6 +105,7 @@ def write_metadata(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
+    writer.add_chat_template([{"name": name, "template": name} for name in ("default", "tool_use")])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -150,6 +151,11 @@ def test_sentencepiece_special_tokens(tmp_path: Path) -> None:
     assert ids == [*sentencepiece(" hello"), 2, tag, *sentencepiece("  world")]
     assert tokenizer.decode(ids, skip_special_tokens=True).startswith("hello<tag>")
     assert tokenizer.decode([0, 1, 2]) == ""
+
+
+def test_of_two_chat_templates_one_is_for_tools(tmp_path: Path) -> None:
+    tokenizer = tokenizer_from_gguf(write_metadata(tmp_path / "m.gguf", "llama"), CONFIG)
+    assert [tokenizer.render_chat([], tools=tools) for tools in (None, [])] == ["default", "tool_use"]
 
 
 def test_phi3_strips_spaces_after_special_tokens(tmp_path: Path) -> None:

@@ -11,7 +11,15 @@ from transformers import AutoTokenizer
 
 from tightwire.model.checkpoint.errors import ChatTemplateError, ModelError
 from tightwire.model.open import open_checkpoint
-from tightwire.model.text.tokenizer import BOS, BOS_ID, END_OF_TURN_ID, START_OF_TURN_ID, Tokenizer, byte_backend
+from tightwire.model.text.tokenizer import (
+    BOS,
+    BOS_ID,
+    END_OF_TURN_ID,
+    START_OF_TURN_ID,
+    Tokenizer,
+    byte_backend,
+    tokenizer_from_folder,
+)
 
 TEXTS = ["", " ", "Hello, world", "naïve café", "世界 🎉👨‍👩‍👧", "a\n\n\tb  c", "<|start|>user", "\x00\x7f"]
 MESSAGES = [
@@ -157,6 +165,30 @@ def test_a_template_file_wins_and_of_named_ones_the_default(tmp_path: Path) -> N
     assert tokenizer_of(folder).render_chat(MESSAGES) == "plain"
     (folder / "chat_template.jinja").write_text("from the file")
     assert tokenizer_of(folder).render_chat(MESSAGES) == "from the file"
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_conversation_with_tools_has_the_template_for_tools_as_in_transformers(
+    tmp_path: Path, in_files: bool
+) -> None:
+    """Hermes 2 and 3 have two templates."""
+    named = {"tool_use": "tools {{ tools | length }}{{ add_generation_prompt }}", "default": "plain"}
+    listed = [{"name": name, "template": template} for name, template in named.items()]
+    folder = configured(make_tiny(tmp_path / "m", chat=False), **({} if in_files else {"chat_template": listed}))
+    if in_files:
+        (folder / "chat_template.jinja").write_text(named["default"])
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+    tokenizer, theirs = tokenizer_of(folder), AutoTokenizer.from_pretrained(folder)
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    for given in (None, tools):
+        want = theirs.apply_chat_template(MESSAGES, tools=given, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.render_chat(MESSAGES, tools=given) == want == ("plain" if given is None else "tools 1True")
+    tokenizer.save(tmp_path)
+    assert tokenizer_from_folder(tmp_path, None, ()).render_chat(MESSAGES, tools=tools) == "tools 1True"
+    tokenizer = tokenizer_of(folder)
+    tokenizer.use_template("from the flag", "--chat-template FILE")
+    assert tokenizer.render_chat(MESSAGES, tools=tools) == "from the flag"
 
 
 def test_tokens_known_to_the_configuration_only(tmp_path: Path) -> None:

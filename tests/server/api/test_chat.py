@@ -10,6 +10,7 @@ from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.chat import ChatDialect
 from tightwire.server.api.request_bodies import ChatBody
 from tightwire.server.api.serving import ModelHolder
+from tightwire.server.api.tool_calls import openers_of
 from tightwire.server.http.check_body import check_fields
 
 USER = {"role": "user", "content": "Hi"}
@@ -44,3 +45,20 @@ async def test_a_long_conversation_is_rendered_in_a_thread(
     await ChatDialect(check_fields(fields, ChatBody), holder.model).prompts()
     [thread] = threads
     assert (thread != threading.get_ident()) == in_thread
+
+
+async def test_a_template_for_tools_is_that_of_conversations_with_tools() -> None:
+    """The default template may omit earlier calls, so without tools they stand in the text."""
+    holder = ModelHolder()
+    holder.fill(info=INFO, tokenizer=byte_tokenizer())
+    assert holder.model is not None
+    tokenizer = holder.model.tokenizer
+    tokenizer.tool_template = (
+        "{{ tools[0].function.name }} by [TOOL_CALLS]{{ (messages[-1].tool_calls or [{}])[0].id }}"
+    )
+    called = [USER, {"role": "assistant", "tool_calls": [CALL | {"id": "call_123456789"}]}]
+    with_tools = {"messages": called, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    for fields, wanted in ((with_tools, "add by [TOOL_CALLS]123456789"), ({"messages": called}, '<tool_call>[{"name"')):
+        (prompt,) = await ChatDialect(check_fields(fields, ChatBody), holder.model).prompts()
+        assert wanted in tokenizer.decode(prompt.token_ids)
+    assert openers_of(tokenizer) == ("[TOOL_CALLS]",)

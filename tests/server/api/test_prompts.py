@@ -142,6 +142,17 @@ def test_a_bad_word_is_banned_in_every_spelling() -> None:
     assert sequence.params.bad_words[0].whole == []  # the model has no such token
 
 
+@pytest.mark.parametrize("form", [{"regex": "[ab]+"}, {"choice": ["a", "b"]}])
+def test_allowed_tokens_beside_a_form_have_a_token_that_ends_it(form: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    body = _body(structured_outputs=form, allowed_token_ids=[97, 98])
+    with pytest.raises(ApiError, match=r"needs an end token beside a form: one of \(259,\)") as caught:
+        make_sequences(body, _model(), [Prompt([1])])
+    assert caught.value.param == "allowed_token_ids"
+    body = _body(structured_outputs=form, allowed_token_ids=[97, 98, 259])
+    assert len(make_sequences(body, _model(), [Prompt([1])])) == 1
+
+
 def test_many_characters_of_bad_words_are_refused() -> None:
     with pytest.raises(ApiError, match="bad_words has 16640 characters; at most 16384 are possible"):
         make_sequences(_body(bad_words=["a" * 256] * 65), _model(INFO), [Prompt([1])])
