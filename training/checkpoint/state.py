@@ -220,7 +220,7 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
 def _about_answers(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that say which answers a step learns from."""
     own = config["ppo"] or config["grpo"]
-    names = own.keys() & {"samples", "updates", "epochs", "minibatches"}
+    names = own.keys() & {"samples", "updates", "epochs", "minibatches", "temperature"}
     return {"batch.sequences": config["batch"]["sequences"], **{name: own[name] for name in names}}
 
 

@@ -33,11 +33,8 @@ class Sharding:
     reduce_when: Literal["step", "backward"]
 
     def shard_group(self, num_nodes: int, ranks_per_node: int) -> GroupShape:
-        return {
-            "self": GroupShape(1, 1),
-            "node": GroupShape(1, ranks_per_node),
-            "world": GroupShape(num_nodes, ranks_per_node),
-        }[self.shard_over]
+        sizes = {"self": (1, 1), "node": (1, ranks_per_node), "world": (num_nodes, ranks_per_node)}
+        return GroupShape(*sizes[self.shard_over])
 
     def shard_ranks(self, world_size: int, num_nodes: int) -> int:
         return self.shard_group(num_nodes, world_size // num_nodes).world_size

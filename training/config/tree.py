@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tightwire.comm.group.topology import Topology
 from tightwire.training.config.learning import DistillConfig, GrpoConfig, LoraConfig, PpoConfig, RolloutConfig
-from tightwire.training.config.optimizer import CompressorOptions, DenseOptions, OptimizerConfig
+from tightwire.training.config.optimizer import CompressorOptions, DenseOptions, OptimizerConfig, SparseOptions
 from tightwire.training.config.section import Count, Section, Share, ShareOrAll
 from tightwire.training.config.sharding import SHARDINGS
 
@@ -179,6 +179,8 @@ class ParallelConfig(Section):
             )
         if self.reduce_path == "flat" and self.reduce_across_codec != "none":
             raise ValueError(f"reduce_across_codec {self.reduce_across_codec} needs reduce_path hierarchical, got flat")
+        if isinstance(self.between, SparseOptions) and self.between.clip == "global" and self.between.clip_norm is None:
+            raise ValueError("between.clip=global says how between.clip_norm clips, which is not given; give it too")
         return self
 
     def check_ranks(self, topology: Topology) -> None:
@@ -244,7 +246,7 @@ class DryRunConfig(Section):
     """Assumptions of a dry run; a run ignores them."""
 
     ranks: PositiveInt | None = Field(default=None, description="number of ranks; default: the launcher's")
-    memory: str = Field(default="", description="of a rank, such as 80GB; default: nine tenths of what is free here")
+    memory: str = Field(default="", description="for checkpoint_blocks auto; default: nine tenths of what is free here")
     inside: str = Field(default="", description="link between ranks of a node, such as 200gbit")
     between: str = Field(default="", description="link of a node to the others, such as 1gbit,latency=50us")
 
@@ -296,9 +298,12 @@ class TrainConfig(Section):
             raise ValueError("data.kind=preferences trains an adapter, not the whole model; set model.lora={}")
         if self.model.head == "reward" and data.kind != "preferences":
             raise ValueError(f"model.head=reward learns from data.kind=preferences, got {data.kind}")
-        if self.model.head == "reward" and self.evaluation.prompts:
-            raise ValueError("model.head=reward answers no prompts; remove evaluation.prompts")
         is_dpo, is_prompts = data.kind == "preferences" and self.model.head == "tokens", data.kind == "prompts"
+        if self.evaluation.prompts and (is_prompts or self.model.head == "reward"):
+            which = "data.kind=prompts" if is_prompts else "model.head=reward"
+            raise ValueError(f"{which} continues no prompts in evaluations; remove evaluation.prompts")
+        if self.parallel.frozen_codec not in (None, "none") and self.model.lora is None and not self.model.frozen:
+            raise ValueError("parallel.frozen_codec is for frozen weights, and this run has none; remove it")
         for name, is_used, use in (
             ("dpo", is_dpo, "data.kind=preferences with model.head=tokens"),
             ("grpo", is_prompts and self.ppo is None, "data.kind=prompts without ppo"),

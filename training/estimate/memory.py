@@ -12,6 +12,7 @@ count as in a run. Not included: the program, the kernels' own working memory, a
 """
 
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -97,7 +98,8 @@ def activation_bytes(
     ``accumulates``: a step has several micro-batches.
     """
     # On the meta device torch uses plain attention, which keeps all scores; real devices use fused kernels.
-    AttentionInterface.register(_ATTENTION, _attention)
+    has_mask = config.data.kind not in ("text", "prompts")  # rows of several samples
+    AttentionInterface.register(_ATTENTION, partial(_attention, has_mask))
     model: Any
     model, plan = plan_model(config, llama, _META, 1)
     model.loss_function = next_token_loss
@@ -141,9 +143,12 @@ def _batch(config: TrainConfig) -> Batch | Answers:
     return Answers(ids_BS, ids_BS, numbers_BS, numbers_BS[:, 0], *[numbers_BS] * 4)
 
 
-def _attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-    """Saves what fused kernels save for backward: queries, keys, values, the result, one number per query and head."""
-    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+def _attention(has_mask: bool, _: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> Any:
+    """Saves what fused kernels save for backward: queries, keys, values, the result, one number per query and head, the mask."""
+    mask = query.new_empty(query.shape[0], 1, query.shape[2], query.shape[2]) if has_mask else None
+    if has_mask:  # then transformers copies keys and values for each head that shares them
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=mask)[0]
     return result.transpose(1, 2).contiguous(), None
 
 

@@ -48,15 +48,8 @@ class Timeline:
             {"ph": "M", "name": "thread_name", "args": {"name": kind}, **common[row]} for row, kind in enumerate(KINDS)
         ]
         bars = [
-            {
-                "ph": "X",
-                "name": bucket,
-                "cat": kind,
-                "ts": round(begin * 1e6, 3),
-                "dur": round((end - begin) * 1e6, 3),
-                "args": {"buffer": buffer},
-                **common[KINDS.index(kind)],
-            }
+            {"ph": "X", "name": bucket, "cat": kind, "args": {"buffer": buffer}, **common[KINDS.index(kind)]}
+            | {"ts": round(begin * 1e6, 3), "dur": round((end - begin) * 1e6, 3)}
             for kind, bucket, buffer, begin, end in self._kept()
         ]
         return {"traceEvents": [*rows, *bars], "displayTimeUnit": "ms"}

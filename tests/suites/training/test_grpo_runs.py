@@ -174,7 +174,8 @@ def test_what_the_allreduce_of_answers_rounds_is_logged(tmp_path: Path) -> None:
 def test_a_rollout_does_not_go_on_with_other_batches(tmp_path: Path) -> None:
     config = _config(tmp_path, "grpo.updates=3")
     _train(config, stop_signal=StopAfter(config, 2))
-    for key, own, other in (("batch.sequences", 4, 8), ("grpo.samples", _SAMPLES, 2), ("grpo.updates", 3, 2)):
+    others = ("batch.sequences", 4, 8), ("grpo.samples", _SAMPLES, 2), ("grpo.updates", 3, 2)
+    for key, own, other in (*others, ("grpo.temperature", 1.0, 0.5)):
         words = f"answers that the next steps learn from, and {key.removeprefix('grpo.')} is {own} in the checkpoint and {other} here"
         with pytest.raises(OtherRunError, match=words):
             _train(_config(tmp_path, "grpo.updates=3", f"{key}={other}"))

@@ -106,9 +106,26 @@ def test_invalid_values_are_refused(tmp_path: Path, override: str, words: str) -
 def test_a_reward_model_continues_no_prompts(tmp_path: Path) -> None:
     path, reward = write_config(tmp_path), ["model={start: x, lora: {}, head: reward}", "data.kind=preferences"]
     assert read_config(path, reward).head == "reward"
-    assert "model.head=reward answers no prompts; remove evaluation.prompts" in _refused(
-        path, *reward, "evaluation.prompts=[Hi]"
-    )
+    words = "model.head=reward continues no prompts in evaluations; remove evaluation.prompts"
+    assert words in _refused(path, *reward, "evaluation.prompts=[Hi]")
+
+
+def test_a_run_of_prompts_continues_none_in_evaluations(tmp_path: Path) -> None:
+    grpo = "model={start: x, lora: {}}", "data.kind=prompts", "grpo.rewards=[a:b]"
+    words = "data.kind=prompts continues no prompts in evaluations; remove evaluation.prompts"
+    assert words in _refused(write_config(tmp_path), *grpo, "evaluation.prompts=[Hi]")
+
+
+def test_a_codec_of_frozen_weights_needs_some(tmp_path: Path) -> None:
+    path, codec = write_config(tmp_path), "parallel={sharding: zero3, frozen_codec: int8}"
+    assert "parallel.frozen_codec is for frozen weights, and this run has none; remove it" in _refused(path, codec)
+    assert read_config(path, [codec, "model.frozen=['*embed*']"]).parallel.frozen_codec == "int8"
+
+
+def test_a_way_to_clip_needs_a_norm(tmp_path: Path) -> None:
+    path, way = write_config(tmp_path), "parallel={sharding: hybrid, between: {kind: top-k, clip: global}}"
+    assert "parallel: between.clip=global says how between.clip_norm clips, which is not given" in _refused(path, way)
+    assert read_config(path, [way, "parallel.between.clip_norm=1.0"]).parallel.between.takes_all_sums
 
 
 def test_files_that_are_not_configurations_are_refused(tmp_path: Path) -> None:

@@ -71,8 +71,10 @@ def _step(groups: TrainGroups, config: TrainConfig) -> int:
         for _ in range(2):
             size = config.batch.micro_sequences, config.step_tokens // config.batch.sequences
             ids_BS = torch.zeros(size, dtype=torch.int64)
+            # Two samples a row, as chats and preferences are packed.
+            positions_BS = None if config.data.kind == "text" else (torch.arange(size[1]) % 32).repeat(size[0], 1)
             with trained.engine.micro_batch(last=True):
-                trained.objective.loss(trained.model, Batch(ids_BS, ids_BS))[0].backward()
+                trained.objective.loss(trained.model, Batch(ids_BS, ids_BS, positions_BS))[0].backward()
             trained.engine.finish_gradients()
             trained.state.optimizer.step()
             trained.engine.weights_changed()
@@ -107,10 +109,12 @@ def test_the_peak_memory_of_a_rank_equals_the_formula(case: str, tmp_path: Path)
         ("{sharding: none}", "text"),
         ("{sharding: zero3, frozen_codec: int4, secondary: true, checkpoint_blocks: 3}", "text"),
         ("{sharding: zero3, frozen_codec: int8}", "preferences"),
+        ("{sharding: none}", "chat"),
     ],
 )
 def test_the_peak_memory_of_training_an_adapter_equals_the_formula(parallel: str, kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 160}
+    sizes |= {"num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2048, **sizes}))
     model = f"model={{start: 'random:{tmp_path}/config.json', lora: {{rank: 8}}}}"
     config = make_config(tmp_path, *_SIZES[2:], model, f"parallel={parallel}", f"data.kind={kind}")
