@@ -173,11 +173,11 @@ def take_defaults(config: ServeConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     """Compile the chat templates; return the sampling fields of the model's generation_config.json. ValueError: one is refused."""
     if (flag := config.http.chat_template) is not None:
         try:
-            template = Path(os.path.expanduser(flag)).read_text()
+            tokenizer.use_template(Path(os.path.expanduser(flag)).read_text(), f"--chat-template {flag}")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template {flag}: cannot be read: {error}") from None
-        tokenizer.use_template(template, f"--chat-template {flag}")
-    _ = tokenizer.chat_template is not None and tokenizer.templates
+    if tokenizer.chat_template is not None:
+        _ = tokenizer.templates  # compiled now, so that a damaged one is refused
     names = _SAMPLING if config.http.generation_config == "auto" else ()
     given = {name: checkpoint.generation[name] for name in names if checkpoint.generation.get(name) is not None}
     try:
