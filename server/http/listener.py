@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import resource
 import socket
 import ssl
 from pathlib import Path
@@ -46,6 +47,9 @@ def _check_certificate(certfile: str, keyfile: str) -> None:
 
 def open_listener(options: HttpOptions) -> socket.socket:
     """A listening socket. ValueError: the address is in use, not this machine's, or not permitted."""
+    # Each connection is an open file; the usual soft limit of 1,024 is meant for programs that call select.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if options.uds is not None:
         return _unix_listener(options.uds)
     try:
@@ -54,9 +58,7 @@ def open_listener(options: HttpOptions) -> socket.socket:
     except OSError as error:
         where = f"{options.host}:{options.port}"
         if error.errno == errno.EADDRINUSE:
-            raise ValueError(
-                f"{where} is in use by another program; choose another --port, or --port 0 for any free one"
-            ) from error
+            raise ValueError(f"{where} is in use by another program; choose another --port, or --port 0") from error
         raise ValueError(f"cannot listen on {where}: {error.strerror or error}") from error
     # Connections inherit it. asyncio sets it only on sockets with an explicit protocol number, unlike this one. Without it
     # a body that follows its headers, or a token that follows a token, waits 40 ms for the client's acknowledgement.

@@ -137,9 +137,7 @@ class _Streaming:
         every = self._budget_of_all(origin)
         num_streamed = options.stream_layers or num_layers
         if not LEAST_STREAMED <= num_streamed <= num_layers:
-            raise ValueError(
-                f"--stream-layers must be {LEAST_STREAMED} to {num_layers}, all layers of this model, got {num_streamed}"
-            )
+            raise ValueError(f"--stream-layers must be {LEAST_STREAMED} to {num_layers} (all), got {num_streamed}")
         if options.stream_layers is None and self.resident is None:
             num_streamed = self._fewest(origin, every.step_blocks)
         plan = self._plan(num_streamed, origin)

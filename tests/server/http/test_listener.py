@@ -1,5 +1,6 @@
 """Binding the address, and the errors when that fails."""
 
+import resource
 import socket
 import ssl
 from pathlib import Path
@@ -30,6 +31,16 @@ def test_small_writes_are_sent_at_once() -> None:
         listener.accept()[0] as connection,
     ):
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_as_many_connections_as_the_hard_limit_allows() -> None:
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, most))
+    try:
+        open_listener(HttpOptions(port=0)).close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
 
 def test_a_port_in_use_is_an_error() -> None:
