@@ -42,7 +42,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys of config.json that a file may leave out
     # Of so many layers the last one attends to all tokens and the others to a window; 1: all have the window; 0: none has.
     full_every: int = 0
-    uniform: bool = False  # whatever ``layer_types`` says
+    uniform: bool = False  # ``layer_types`` says nothing: ``full_every`` decides, as in transformers
     nope_every: int = 0  # of so many layers the last one has no rotary embedding; 0: all have one
     partial_rotary: bool = False  # ``partial_rotary_factor`` may be below 1
     mlp_size: str = "intermediate_size"  # its key in config.json

@@ -98,8 +98,8 @@ def _sizes(config: Mapping[str, Any], family: Family) -> dict[str, int]:
     if config.get("head_dim") is None and hidden % heads:
         raise ModelError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
     defaults = {"num_kv_heads": heads, "head_dim": hidden // heads, "max_positions": 2048}
-    keys = {**_SIZES, "mlp_size": family.mlp_size}.items()
-    sizes = {name: _size(config, key, defaults.get(name)) for name, key in keys}
+    keys = _SIZES | {"mlp_size": family.mlp_size}
+    sizes = {name: _size(config, key, defaults.get(name)) for name, key in keys.items()}
     if sizes["num_layers"] > _MOST_LAYERS:
         raise ModelError(f"num_hidden_layers is {sizes['num_layers']}; possible: 1 to {_MOST_LAYERS}")
     return sizes

@@ -69,8 +69,8 @@ def _tokenizer_from_gguf(file: GgufFile, config: LlamaConfig) -> Tokenizer:
         raise ModelError(
             f"has {len(tokens)} tokens with {len(types)} types in its tokenizer, and an embedding of {config.vocab_size}"
         )
-    if not isinstance(template, str | None) or not isinstance(tools, str | None):
-        raise ModelError(f"tokenizer.chat_template is {template!r:.60}, and should be text")
+    if wrong := [each for each in (template, tools) if not isinstance(each, str | None)]:
+        raise ModelError(f"tokenizer.chat_template is {wrong[0]!r:.60}, and should be text")
     kind = file.get("tokenizer.ggml.model")
     if kind == "gpt2":
         backend = _byte_level(file, tokens)

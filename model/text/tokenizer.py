@@ -167,8 +167,8 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default") or next(iter(named.values()), None)
-    if not all(isinstance(each, str | None) for each in (source, named.get("tool_use"))):
-        raise ModelError(f"{folder}: its chat_template is {config['chat_template']!r:.60}, and should be text")
+    if wrong := [each for each in (source, named.get("tool_use")) if not isinstance(each, str | None)]:
+        raise ModelError(f"{folder}: its chat_template is {wrong[0]!r:.60}, and should be text")
     return source, named.get("tool_use"), folder / "tokenizer_config.json"
 
 

@@ -67,7 +67,7 @@ def _of_format(given: ResponseFormat | None) -> Iterator[tuple[str, Any, Any]]:
     if given is not None and given.json_schema is not None:
         yield "response_format.json_schema.schema", "json", given.json_schema.schema_
     elif given is not None and given.type == "json_object":
-        yield "response_format.schema", "json", given.schema_ or {"type": "object"}
+        yield f"response_format{'.schema' if given.schema_ else ''}", "json", given.schema_ or {"type": "object"}
 
 
 def _of_outputs(given: StructuredOutputs | None) -> Iterator[tuple[str, Any, Any]]:

@@ -320,7 +320,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "templates that are numbers": (
         whole("tokenizer_config.json", b'{"chat_template": [7, {"name": "default", "template": 8}]}'),
-        "chat_template is .*'template': 8}], and",
+        "chat_template is 8, and",
     ),
     "a template that is a number": (whole("tokenizer_config.json", b'{"chat_template": 7}'), "chat_template is 7, and"),
     "a template that is no text": (whole("chat_template.jinja", b"\xff\xfe"), "chat_template.jinja: cannot be read"),
