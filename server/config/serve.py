@@ -49,9 +49,7 @@ class ModelOptions:
         "faster; float: in --dtype; auto: float",
         ("auto", "float", "int8"),
     )
-    seed: int = option(
-        0, "seed of random weights, and of requests without a seed (0: a new seed for each request)", metavar="N"
-    )
+    seed: int = option(0, "seed of random weights, and of requests without a seed (0: a new seed for each request)")
 
     def __post_init__(self) -> None:
         require(self.model != "", "model", self.model, "a name, a path or random:SHAPE")
@@ -67,12 +65,11 @@ class EngineOptions:
     max_model_len: int | None = option(
         None,
         "longest prompt plus answer, in tokens; default: the model's context, or less if memory is short",
-        metavar="N",
         least=2,
     )
-    max_num_seqs: int = option(64, "sequences in one step, of each replica", metavar="N", least=1)
+    max_num_seqs: int = option(64, "sequences in one step, of each replica", least=1)
     max_num_batched_tokens: int = option(
-        512, "tokens in one step of each replica (4096 on a GPU); longer prompts take several", metavar="N", least=1
+        512, "tokens in one step of each replica (4096 on a GPU); longer prompts take several", least=1
     )
     prefix_cache: str = option(
         "prompts",
