@@ -161,16 +161,12 @@ def describe_offload(budget: MemoryBudget, inputs: MemoryInputs) -> tuple[str, .
     num_seqs = inputs.options.max_num_seqs
     context = max(1, min(budget.max_model_len, budget.buffer_blocks * BLOCK_SIZE // num_seqs))
     step_bytes = num_seqs * (math.ceil(context / BLOCK_SIZE) + 1) * max(rank.block for rank in budget.ranks)
-    lines = [
-        (
-            f"KV cache: {budget.num_blocks * BLOCK_SIZE} tokens on the host; two buffers, each for {budget.buffer_blocks} "
-            f"blocks ({budget.buffer_blocks * BLOCK_SIZE} tokens) of a layer"
-        ),
-        (
-            f"a step of {num_seqs} generated tokens, each after {context}, moves {format_bytes(step_bytes)} a rank "
-            f"({inputs.model.num_layers} layers to the device, and each sequence's last block back)"
-        ),
-    ]
+    buffers = (
+        f"two buffers, each for {budget.buffer_blocks} blocks ({budget.buffer_blocks * BLOCK_SIZE} tokens) of a layer"
+    )
+    moved = f"{inputs.model.num_layers} layers to the device, and each sequence's last block back"
+    step = f"a step of {num_seqs} generated tokens, each after {context}, moves {format_bytes(step_bytes)} a rank ({moved})"
+    lines = [f"KV cache: {budget.num_blocks * BLOCK_SIZE} tokens on the host; {buffers}", step]
     if inputs.device == "cuda" and inputs.options.cuda_graphs:
         lines.append("no CUDA graphs: the buffer that holds a layer's keys and values changes from step to step")
     if inputs.device == "cpu":

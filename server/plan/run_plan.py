@@ -111,12 +111,10 @@ def prepare(
     draft = None if config.hosts.node_rank else open_draft(config, checkpoint, partial(fetching, name))
     if config.parallel.layout == "auto" and config.parallel.tp > 1 and link is not None:
         choice = settle(lambda room: choose_auto(config, checkpoint, formats, link, room, draft))
-    given, may_time = (
-        (config, checkpoint.config, formats, link),
-        config.parallel.dp > 1 and config.model.device != "cpu",
-    )
+    may_time = config.parallel.dp > 1 and config.model.device != "cpu"
     if may_time:
         display.stage(_TIMING, 0.0)
+    given = config, checkpoint.config, formats, link
     decision = decide(*given, files=files, model_id=fingerprint(checkpoint), choice=choice, draft=draft)
     if may_time:
         display.stage(_TIMING, 1.0)
@@ -289,15 +287,12 @@ def _pools(config: ServeConfig, decided: DecidedSetting) -> list[Pool]:
     if decided.setting.device == "cpu":
         of_node = f" of node {node}" if hosts.several else ""
         shared = [Pool(name=f"host memory{of_node}", available_bytes=available_host_bytes(), ranks=own)]
-        each = [] if most_bytes is None else [(f"--device-memory of rank {rank}", most_bytes) for rank in own]
+        each = [(rank, f"--device-memory of rank {rank}", most_bytes) for rank in own if most_bytes is not None]
     else:
         limit, shared = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank", []
-        named = [(f"cuda:{rank} ({gpu.name}{limit})", gpu) for rank, gpu in zip(own, decided.gpus, strict=False)]
-        each = [(name, min(gpu.free_bytes, most_bytes or gpu.free_bytes)) for name, gpu in named]
-    alone = [range(rank, rank + 1) for rank in own]
-    return shared + [
-        Pool(name=name, available_bytes=n, ranks=rank) for (name, n), rank in zip(each, alone, strict=False)
-    ]
+        gpus = [(rank, gpu, gpu.free_bytes) for rank, gpu in zip(own, decided.gpus, strict=False)]
+        each = [(rank, f"cuda:{rank} ({gpu.name}{limit})", min(free, most_bytes or free)) for rank, gpu, free in gpus]
+    return shared + [Pool(name=name, available_bytes=n, ranks=range(rank, rank + 1)) for rank, name, n in each]
 
 
 def describe_draft(name: str, inputs: MemoryInputs) -> str:
