@@ -19,7 +19,7 @@ from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.tool_calls import CallPiece, CallReader, Piece, openers_of, opens_thought
 from tightwire.server.api.tools import Tool, check_tools, shorten_ids, with_tool_prompt
-from tightwire.server.api.trace import TightwireExtra
+from tightwire.server.api.trace import Extra
 
 _OWN_VARIABLES = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}  # of chat templates
 
@@ -64,7 +64,7 @@ class ChatCompletion(HeadedBody):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
-    tightwire: TightwireExtra | UnsetType = UNSET
+    tightwire: Extra = UNSET
 
 
 class ChatDelta(Struct):
@@ -84,7 +84,7 @@ class ChatChunk(HeadedBody):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
-    tightwire: TightwireExtra | UnsetType = UNSET
+    tightwire: Extra = UNSET
 
 
 @functools.cache

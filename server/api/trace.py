@@ -132,6 +132,7 @@ class TightwireExtra(Struct, frozen=True):
     progress: PromptProgress | UnsetType = UNSET
 
 
+Extra = TightwireExtra | UnsetType
 _CommCounts = dict[tuple[str, str, str], Count]
 
 
