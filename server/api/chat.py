@@ -97,11 +97,9 @@ async def chat_token_ids(
 ) -> list[int]:
     """The conversation in the model's chat template. Raises ApiError 400 without one, or if it rejects the messages."""
     if body.continue_final_message and body.add_generation_prompt:
-        raise invalid(
-            "continue_final_message and add_generation_prompt are both true, but an answer either continues the last "
-            "message or begins a new one; leave one of them out",
-            param="continue_final_message",
-        )
+        both = "continue_final_message and add_generation_prompt are both true"
+        why = "an answer either continues the last message or begins a new one"
+        raise invalid(f"{both}, but {why}; leave one of them out", "continue_final_message")
     if model.tokenizer.chat_template is None:
         message = f"the model {model.info.name!r} has no chat template; use /v1/completions, or serve an instruct model"
         raise invalid(message, "messages", "no_chat_template")
@@ -154,8 +152,7 @@ class ChatDialect(Dialect[ChatBody]):
             raise invalid("top_logprobs requires logprobs: true", param="top_logprobs")
         if body.max_tokens is not None and body.token_limit != body.max_tokens:
             raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
-        if body.tools or body.demands_calls:
-            check_tools(body.tools, body.tool_choice)
+        check_tools(body.tools, body.tool_choice)
         ids = await chat_token_ids(self.model, body.messages, body, () if body.tool_choice == "none" else body.tools)
         self._thinks = body.may_call_tools and opens_thought(self.model.tokenizer, ids)
         return [Prompt(ids, after_text=body.continue_final_message)]
@@ -215,7 +212,6 @@ def _call_delta(piece: CallPiece) -> CallDelta:
 
 
 def _message(pieces: Sequence[Piece], role: str) -> ChatMessage:
-    """The pieces of a whole answer joined."""
     calls: dict[int, CallDelta] = {}
     for piece in pieces:
         if not isinstance(piece, str):

@@ -37,10 +37,8 @@ def check_options(body: GenerationBody, info: ModelInfo, max_sequences: int) -> 
     policy = info.policy(body.tightwire)
     if policy is not None and policy not in info.plan.policy_names:
         why = "it has one rank, which sums nothing" if info.tp == 1 else "start it with --allreduce-extra to add others"
-        raise invalid(
-            f"tightwire.allreduce: there is no {policy[:200]!r} here; this server has {', '.join(info.plan.policy_names)}: {why}",
-            param="tightwire.allreduce",
-        )
+        names, path = ", ".join(info.plan.policy_names), "tightwire.allreduce"
+        raise invalid(f"{path}: there is no {policy[:200]!r} here; this server has {names}: {why}", path)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options requires stream: true", param="stream_options")
     for name in ("prompt_logprobs", "return_token_ids") if body.stream else ():
@@ -118,24 +116,19 @@ def _bans(body: GenerationBody, model: ServedModel) -> dict[str, tuple[Any, ...]
 
 
 def _token_limit(body: GenerationBody, info: ModelInfo, num_prompt_tokens: int, *, may_be_0: bool) -> int:
-    room, given = info.plan.max_model_len - num_prompt_tokens, body.token_limit
+    context, given = info.plan.max_model_len, body.token_limit
+    room = context - num_prompt_tokens
     if not num_prompt_tokens:
         raise invalid(f"{body.text_param} is empty: it has no tokens", param=body.text_param)
     if room < 1:
-        raise invalid(
-            f"the prompt has {num_prompt_tokens} tokens; the model's context of {info.plan.max_model_len} must hold prompt and "
-            f"answer: shorten the prompt to at most {info.plan.max_model_len - 1}",
-            param=body.text_param,
-            code="context_length_exceeded",
-        )
+        advice = f"must hold prompt and answer: shorten the prompt to at most {context - 1}"
+        message = f"the prompt has {num_prompt_tokens} tokens; the model's context of {context} {advice}"
+        raise invalid(message, body.text_param, "context_length_exceeded")
     asked = min(body.default_tokens or room, room) if given is None else given
     if asked > room:
-        raise invalid(
-            f"{num_prompt_tokens} prompt tokens and max_tokens={asked} exceed the model's {info.plan.max_model_len}; "
-            f"shorten the prompt or ask for at most {room}",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
+        both = f"{num_prompt_tokens} prompt tokens and max_tokens={asked} exceed the model's {context}"
+        message = f"{both}; shorten the prompt or ask for at most {room}"
+        raise invalid(message, "max_tokens", "context_length_exceeded")
     if asked == 0 and not may_be_0:
         raise invalid("max_tokens must be at least 1; 0 requires echo: true", param="max_tokens")
     if body.min_tokens > asked:

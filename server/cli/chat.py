@@ -25,8 +25,6 @@ _PRINTABLE = {code: to for code, to in _CONTROLS.items() if chr(code) not in "\n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatOptions:
-    """The flags of ``chat``."""
-
     url: str = option("http://127.0.0.1:8000", "the server", metavar="URL")
     model: str | None = option(None, "the model (the first one the server lists)", parse=as_utf8)
     api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY")

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerOptions:
-    """The arguments of ``generate`` alone."""
-
     prompt: str = option(
         REQUIRED, "the text to continue; with --chat, a message", metavar="PROMPT", flag="prompt", parse=as_utf8
     )

@@ -8,7 +8,7 @@ from tightwire.comm.codec.codec_names import has_feedback, parse_format
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget, parse_name_or_budget
-from tightwire.option import flag_of, option, require, require_declared
+from tightwire.option import flag_of, naming, option, require, require_declared
 
 MAX_RANKS = 64  # each rank imports torch before the model can say how many ranks it supports
 CODED_DTYPE = "coded-bfloat16"  # of sums: bfloat16, coded over sockets
@@ -130,10 +130,8 @@ class ParallelOptions:
             require(all(0 < share <= most < math.inf for share in shares), "tp_split", shares, want)
 
     def _check_stages(self) -> None:
-        try:
+        with naming("stage_codec"):
             parse_format(self.stage_codec)
-        except ValueError as error:
-            raise ValueError(f"--stage-codec: {error}") from None
         require(not has_feedback(self.stage_codec), "stage_codec", self.stage_codec, "a codec without -ef")
         staged, want = self.layout in ("hybrid", "pipeline"), "given with --layout hybrid or pipeline, whose stages"
         require(staged or self.stage_codec == "none", "stage_codec", self.stage_codec, f"{want} send hidden states")
@@ -198,10 +196,8 @@ class ParallelOptions:
         if self.link is None:
             require(self.link_emulation == "auto", "link_emulation", self.link_emulation, "given with --link")
             return
-        try:
+        with naming("link"):
             parse_link(self.link)
-        except ValueError as error:
-            raise ValueError(f"--link: {error}") from None
         want = "left out with --tp 1, because one rank sends nothing; give --tp 2 or more"
         require(self.tp > 1, "link", self.link, want)
         fits = self.transport in ("auto", "sockets", "process-group") or self.link_emulation == USER_SPACE

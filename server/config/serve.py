@@ -170,16 +170,12 @@ class ServeConfig:
         if self.parallel.link is not None and self.model.device == "cuda":
             raise ValueError("--link emulates a wire between CPU ranks; give --device cpu, or leave --link out")
         if self.parallel.dp > 1 and self.engine.plan_ahead == "on":
-            raise ValueError(
-                f"--plan-ahead on is not possible with --dp {self.parallel.dp}, because the replicas' steps are planned "
-                "together; use --plan-ahead auto or off"
-            )
+            why = "because the replicas' steps are planned together; use --plan-ahead auto or off"
+            raise ValueError(f"--plan-ahead on is not possible with --dp {self.parallel.dp}, {why}")
         dp, nodes = self.parallel.dp, self.parallel.nodes
         if self.weights.weights == "partition" and dp in (1, nodes):
-            raise ValueError(
-                f"--weights partition shares layers among the replicas of a node, and --dp {dp} --nodes {nodes} has one on "
-                f"each; give --dp {2 * nodes} or more, or --weights stream"
-            )
+            given = f"--dp {dp} --nodes {nodes} has one on each; give --dp {2 * nodes} or more, or --weights stream"
+            raise ValueError(f"--weights partition shares layers among the replicas of a node, and {given}")
 
 
 GROUPS: dict[str, type[Any]] = get_type_hints(ServeConfig)

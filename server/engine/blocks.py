@@ -23,8 +23,6 @@ from tightwire.server.ipc.engine_stats import EngineCounters
 
 
 class BlockPool:
-    """A fixed number of blocks with a count of holders for each."""
-
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"a block pool needs at least 1 block, got {num_blocks}")
@@ -50,7 +48,6 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a holder to each of these kept blocks."""
         for block in blocks:
             assert self._kept[block], "only a kept block has content to share"
             if not self._num_holders[block]:
@@ -76,7 +73,6 @@ class BlockPool:
         self._kept[block] = 1
 
     def is_kept(self, block: int) -> bool:
-        """True if it still has the content that was marked."""
         return bool(self._kept[block])
 
 

@@ -163,9 +163,7 @@ class Engine:
             request.reported = (end, computed) if end < request.num_prompt_tokens else None
             assert request.first_scheduled_s is not None, "a chunk before the first step"
             seconds = self._clock() - request.first_scheduled_s
-            progress = PromptProgress(
-                prompt_tokens=request.num_prompt_tokens, cached=end - computed, computed=computed, seconds=seconds
-            )
+            progress = PromptProgress(request.num_prompt_tokens, end - computed, computed, seconds)
             yield Output(id=request.id, token_ids=[], progress=progress)
 
     def stats(self) -> EngineStats:

@@ -13,8 +13,6 @@ from tightwire.server.plan.rank_setup import LayoutChoice, RunPlan
 
 
 class Listener(Protocol):
-    """What the engine does with news of the hosts."""
-
     def show(self, table: str) -> None:
         """Show who has joined so far, in words."""
 

@@ -103,9 +103,8 @@ async def fetch_files(offer: ModelFiles, ask: Ask, show: Callable[[str, float], 
     except Timeout:
         raise ModelError(f"another server has been fetching into {folder} for {_LOCK_S:g} s") from None
     except OSError as error:
-        raise ModelError(
-            f"the model cannot be stored in {folder}: {error.strerror or error}; set XDG_CACHE_HOME to another folder"
-        ) from error
+        why = f"the model cannot be stored in {folder}: {error.strerror or error}"
+        raise ModelError(f"{why}; set XDG_CACHE_HOME to another folder") from error
     return folder if offer.is_folder else folder / offer.files[0].name
 
 
@@ -122,9 +121,8 @@ async def _fetch(file: FileFacts, path: Path, ask: Ask, show: Callable[[int], No
                 show(offset)
                 piece = await ask(file.name, offset)
                 if not piece:
-                    raise ModelError(
-                        f"{file.name} on node 0 has become shorter while it was copied; start all hosts again"
-                    )
+                    shorter = f"{file.name} on node 0 has become shorter while it was copied"
+                    raise ModelError(f"{shorter}; start all hosts again")
                 await asyncio.to_thread(out.write, piece)
         if await _is_whole(part, file):
             part.replace(path)

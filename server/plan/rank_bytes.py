@@ -60,10 +60,10 @@ class CacheShape:
         if not self.groups.num_sliding:
             return ""
         groups, full = self.groups, self.groups.num_full * -(-num_tokens // BLOCK_SIZE)
-        return (
-            f"a sequence of {num_tokens} tokens takes {full} for layers that attend to all tokens and at most "
-            f"{self.blocks(num_tokens) - full} for those with a window of {groups.window} (a block: {BLOCK_SIZE} tokens, {groups.num_layers} layers)"
-        )
+        of_window = f"{self.blocks(num_tokens) - full} for those with a window of {groups.window}"
+        block = f"a block: {BLOCK_SIZE} tokens, {groups.num_layers} layers"
+        both = f"{full} for layers that attend to all tokens and at most {of_window}"
+        return f"a sequence of {num_tokens} tokens takes {both} ({block})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,8 +48,6 @@ _SLOWER_PACKED = 'packed weights save memory on a GPU and may cost time: docs/se
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The plan for the ranks, and its inputs."""
-
     plan: RunPlan
     layout: Layout
     budget: MemoryBudget
@@ -140,17 +138,16 @@ def open_draft(
     draft = open_checkpoint(name, config.model.seed, progress=progress)
     tokens, others = (each.tokenizer().backend.get_vocab().items() for each in (draft, checkpoint))
     if unlike := min(((token_id, token) for token, token_id in tokens ^ others), default=None):
-        raise ValueError(
-            f"--draft-model {name}: its vocabulary is not that of {checkpoint.name}, from token {unlike[0]} on ({unlike[1]!r} in "
-            "one of them); give a model of the same vocabulary, such as a smaller one of the family"
-        )
+        which = f"is not that of {checkpoint.name}, from token {unlike[0]} on ({unlike[1]!r} in one of them)"
+        advice = "give a model of the same vocabulary, such as a smaller one of the family"
+        raise ValueError(f"--draft-model {name}: its vocabulary {which}; {advice}")
     if (made := draft.prepared) is not None:
         dtype = decide_setting(config, checkpoint.config).dtype
         if (made.tp, made.manifest.dtype) != (1, dtype):
-            raise ValueError(
-                f"--draft-model {name}: it was prepared for --tp {made.tp} in {made.manifest.dtype}, and rank 0 drafts with a whole "
-                f"model in {dtype}; make it with `tightwire prepare MODEL FOLDER --tp 1 --dtype {dtype}`"
-            )
+            needed = f"rank 0 drafts with a whole model in {dtype}"
+            advice = f"make it with `tightwire prepare MODEL FOLDER --tp 1 --dtype {dtype}`"
+            made_for = f"it was prepared for --tp {made.tp} in {made.manifest.dtype}"
+            raise ValueError(f"--draft-model {name}: {made_for}, and {needed}; {advice}")
     return draft
 
 
@@ -299,11 +296,10 @@ def describe_draft(name: str, inputs: MemoryInputs) -> str:
     """Describe the model that drafts, for the log and for ``explain``."""
     own = rank_bytes(inputs, EVERYTHING_RESIDENT)[0]
     products = choose_activations("fastest", inputs.device, inputs.formats.packed)
-    return (
-        f"speculation: rank 0 drafts with {name} (made for {inputs.model.max_positions} tokens, activations in {products}), which takes "
-        f"{format_bytes(own.weights)} of weights and {format_bytes(own.activations)} of working space there, and a KV cache of as many "
-        "tokens; no rank sums or receives more for it"
-    )
+    model = f"{name} (made for {inputs.model.max_positions} tokens, activations in {products})"
+    memory = f"{format_bytes(own.weights)} of weights and {format_bytes(own.activations)} of working space there"
+    takes = f"takes {memory}, and a KV cache of as many tokens; no rank sums or receives more for it"
+    return f"speculation: rank 0 drafts with {model}, which {takes}"
 
 
 def plan_adapters(options: AdapterOptions, model: LlamaConfig) -> AdapterPlan | None:
@@ -326,7 +322,5 @@ def describe_adapters(plan: AdapterPlan, bytes_per_rank: Sequence[int]) -> str:
     """Describe the slots for the log and for ``explain``. ``bytes_per_rank``: what the slots take."""
     names = ", ".join(adapter.name for adapter in plan.loaded) or "none"
     sizes = " and ".join(dict.fromkeys(map(format_bytes, bytes_per_rank)))
-    return (
-        f"adapters: {plan.num_slots} slots for rank {plan.max_rank}, {sizes} a rank, loaded: {names}; the ranks' sums carry "
-        "no byte more"
-    )
+    slots = f"{plan.num_slots} slots for rank {plan.max_rank}, {sizes} a rank, loaded: {names}"
+    return f"adapters: {slots}; the ranks' sums carry no byte more"

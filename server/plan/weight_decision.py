@@ -58,9 +58,8 @@ def as_prepared(config: ServeConfig, prepared: Prepared) -> ServeConfig:
     or_make = "or make another folder with `tightwire prepare`"
     tp, split = config.parallel.tp, config.parallel.tp_split
     if tp != prepared.tp:
-        raise ValueError(
-            f"{prepared.folder} is split over {prepared.tp} ranks; give --tp {prepared.tp} (got {tp}), {or_make}"
-        )
+        fix = f"give --tp {prepared.tp} (got {tp}), {or_make}"
+        raise ValueError(f"{prepared.folder} is split over {prepared.tp} ranks; {fix}")
     if (split or None) != (shares := prepared.manifest.shares or None):
         made_with = "none" if shares is None else ",".join(f"{share:g}" for share in shares)
         raise ValueError(f"{prepared.folder} was made with --tp-split {made_with}; give the same, {or_make}")
@@ -98,9 +97,8 @@ def decide_weights(
         plan = msgspec.structs.replace(EVERYTHING_RESIDENT, io=_how_to_read(inputs, files))
         return WeightDecision(plan=plan, budget=resident)
     if num_layers < LEAST_STREAMED:
-        raise refusal or ValueError(
-            f"--weights {options.weights}: this model has {num_layers} layers, which the two buffers hold; use --weights auto"
-        )
+        few = f"this model has {num_layers} layers, which the two buffers hold; use --weights auto"
+        raise refusal or ValueError(f"--weights {options.weights}: {few}")
     if files.prepared is None:
         dtype, codec = getattr(torch, inputs.dtype), weight_codec(options.weight_codec)
         packed = pack_model(inputs.model, inputs.layout.shards[0], inputs.formats, dtype, codec)
@@ -191,11 +189,10 @@ class _Streaming:
             if self.files.exist or self.inputs.device != "cpu" or origin != "host":
                 raise
             # Random weights are not in a file: streamed layers would wait in the memory that is too small for them.
-            encoded = self.options.weight_codec == "int4"
-            raise NotEnoughMemoryError(
-                f"{error}\nrandom weights are not in a file; `tightwire prepare` writes this model to a folder that can be "
-                "streamed from disk" + ("" if encoded else ", and --weight-codec int4 keeps waiting layers encoded")
-            ) from None
+            advice = "`tightwire prepare` writes this model to a folder that can be streamed from disk"
+            if self.options.weight_codec != "int4":
+                advice += ", and --weight-codec int4 keeps waiting layers encoded"
+            raise NotEnoughMemoryError(f"{error}\nrandom weights are not in a file; {advice}") from None
 
     def _fewest(self, origin: str, num_blocks: int) -> int:
         """The smallest number of streamed layers that leaves room for at least ``num_blocks`` cache blocks."""
@@ -215,10 +212,9 @@ class _Streaming:
         num_bytes = sum(size.per_pass(self._plan(all_layers, "host")) for size in sizes)
         fits = num_bytes <= host_bytes * _HOST_SHARE
         if options.stream_from == "host" and not fits:
-            raise ValueError(
-                f"--stream-from host: the layers take {format_bytes(num_bytes)} of the host's memory, of which "
-                f"{format_bytes(host_bytes)} are free; use --stream-from disk, or --weight-codec int8 or int4"
-            )
+            taken = f"{format_bytes(num_bytes)} of the host's memory, of which {format_bytes(host_bytes)} are free"
+            advice = "use --stream-from disk, or --weight-codec int8 or int4"
+            raise ValueError(f"--stream-from host: the layers take {taken}; {advice}")
         encodes = options.weight_codec != "none" and self.files.prepared is None
         origin = options.stream_from
         if origin == "auto":
@@ -227,10 +223,9 @@ class _Streaming:
         if origin == "disk" and not self.files.exist:
             raise ValueError("random weights are in no file to stream; `tightwire prepare MODEL FOLDER` writes one")
         if origin == "disk" and encodes:
-            raise ValueError(
-                f"--weight-codec {options.weight_codec}: the files are not encoded; `tightwire prepare MODEL FOLDER "
-                f"--weight-codec {options.weight_codec}` writes encoded ones, or use --stream-from host"
-            )
+            asked = f"--weight-codec {options.weight_codec}"
+            advice = f"`tightwire prepare MODEL FOLDER {asked}` writes encoded ones, or use --stream-from host"
+            raise ValueError(f"{asked}: the files are not encoded; {advice}")
         return origin
 
 
@@ -257,11 +252,9 @@ def _describe(plan: WeightPlan, num_layers: int, sizes: Sequence[WeightSizes], d
         on_host = sum(size.on_host(plan) for size in sizes)
         lines.append(f"host memory holds {format_bytes(on_host)} of layers over {len(sizes)} ranks")
     if device == "cpu" and plan.codec != "none":
-        lines.append(
-            f"note: on a CPU, decoding layers takes time from computing; --quantization {plan.codec} in place of "
-            f"--weight-codec {plan.codec} stores {_PACKED_BITS[plan.codec]} bits a number, which matrix products read "
-            "without decoding"
-        )
+        bits = f"{_PACKED_BITS[plan.codec]} bits a number, which matrix products read without decoding"
+        instead = f"--quantization {plan.codec} in place of --weight-codec {plan.codec} stores {bits}"
+        lines.append(f"note: on a CPU, decoding layers takes time from computing; {instead}")
     return tuple(lines)
 
 
