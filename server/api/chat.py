@@ -106,24 +106,21 @@ async def chat_token_ids(
     if taken := sorted(_OWN_VARIABLES & body.chat_template_kwargs.keys()):
         path = f"chat_template_kwargs.{taken[0]}"
         raise invalid(f"{path} is set by the server; use the field of this name, or leave it out", path)
-    ending: dict[str, Any] = {
-        **body.chat_template_kwargs,
-        "add_generation_prompt": body.begins_message,
-        "continue_final_message": body.continue_final_message,
-    }
+    ending = {"add_generation_prompt": body.begins_message, "continue_final_message": body.continue_final_message}
+    variables: dict[str, Any] = body.chat_template_kwargs | ending
 
     def encode() -> list[int]:
         plain, listed = [m.to_template() for m in messages], [tool.model_dump(exclude_none=True) for tool in tools]
         if listed or any(message["role"] == "tool" or "tool_calls" in message for message in plain):
             # A template for tools is that of conversations with a list of them; the default one may omit earlier calls.
             if model.tokenizer.template_writes_tools and (listed or not model.tokenizer.tool_template):
-                ending["tools"] = listed or None
+                variables["tools"] = listed or None
                 if "[TOOL_CALLS]" in (model.tokenizer.tool_template or model.tokenizer.chat_template or ""):
                     shorten_ids(plain)
             else:
                 _note_tool_prompt(model.info.name)
                 plain = with_tool_prompt(plain, listed)
-        return model.tokenizer.encode_chat(plain, **ending)
+        return model.tokenizer.encode_chat(plain, **variables)
 
     # A message without text takes time as well; tools, calls and variables of the template may be long.
     size = sum(32 + sum(len(part.text) + 1 for part in message.content) for message in messages)

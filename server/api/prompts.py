@@ -60,7 +60,7 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
     """``n`` sequences for each prompt, in OpenAI's order of choices. Raises ApiError 400, naming the field."""
     seed = body.seed if body.seed is not None else model.info.default_seed or secrets.randbits(63)
     logprobs, sequences = body.num_logprobs, []
-    bans, grammar = _bans(body, model), _grammar(body, model)
+    shared = {**_bans(body, model), "grammar": _grammar(body, model), "logprobs": logprobs}
     for prompt in prompts:
         # Some tokenizers have tokens that were added after training, without an embedding in the model.
         check_ids(prompt.token_ids, model.info, body.text_param)
@@ -69,14 +69,8 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
         if prompt.echo is not None and logprobs is not None:
             scored = max(logprobs, scored or 0)
         for choice in range(body.n):
-            params = body.sampling_params(
-                max_tokens=max(asked, 1),
-                seed=(seed + choice + 2**63) % 2**64 - 2**63,  # n answers to a seed near the end of int64 wrap around
-                logprobs=logprobs,
-                prompt_logprobs=scored,
-                grammar=grammar,
-                **bans,
-            )
+            own = (seed + choice + 2**63) % 2**64 - 2**63  # n answers to a seed near the end of int64 wrap around
+            params = body.sampling_params(max_tokens=max(asked, 1), seed=own, prompt_logprobs=scored, **shared)
             sequences.append(TokenSequence(len(sequences), prompt, params, body, model.tokens))
     return sequences
 

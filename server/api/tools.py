@@ -113,15 +113,9 @@ def tool_grammar(tools: list[Tool], choice: str, *, parallel: bool) -> str:
     # With an id a schema's references to its own root stay its own. Drafts before 2019 ignore an id beside a reference.
     own = {name: {"$schema": _DRAFT, "$id": f"tool:{index}"} for name, index in indexes.items()}
     definitions = {name: _parameters(tools[index]) | own[name] for name, index in indexes.items()}
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name in indexes
-    ]
+    call = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+    properties = [{"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}} for name in indexes]
+    calls = [{**call, "properties": each} for each in properties]
     most = {} if parallel else {"maxItems": 1}
     schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": definitions}
     return checked_grammar("tools", "json", schema)

@@ -19,17 +19,13 @@ class _Launcher:
     num_local: tuple[str, ...] = ()  # of the processes it starts on this node, which must be one
 
 
+_SLURM_NAMES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+_SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _LAUNCHERS = (
     _Launcher("LeaderWorkerSet", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", ("LWS_LEADER_ADDRESS",)),
     _Launcher("torchrun", "GROUP_WORLD_SIZE", "GROUP_RANK", ("MASTER_ADDR",), ("LOCAL_WORLD_SIZE",)),
     _Launcher("torchrun", "WORLD_SIZE", "RANK", ("MASTER_ADDR",), ("LOCAL_WORLD_SIZE",)),
-    _Launcher(
-        "Slurm",
-        "SLURM_NNODES",
-        "SLURM_NODEID",
-        ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
-        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
-    ),
+    _Launcher("Slurm", "SLURM_NNODES", "SLURM_NODEID", _SLURM_NAMES, _SLURM_TASKS),
 )
 
 
