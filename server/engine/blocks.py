@@ -122,10 +122,7 @@ class PrefixCache:
             self._counters.num_prefix_hit_tokens += num_tokens
 
     def enter(self, request: Request, num_tokens: int) -> None:
-        """Let others share, after the next step, the blocks that ``num_tokens`` of ``request`` fill.
-
-        A block with a deferred token is entered one step later.
-        """
+        """Let others share, after the next step, the blocks that ``num_tokens`` fill; one with a deferred token a step later."""
         if not self._enabled:
             return
         num_tokens = min(num_tokens, request.num_known if self._with_answers else request.num_prompt_tokens)

@@ -142,13 +142,12 @@ class Engine:
                 continue
             if isinstance(error := future.exception(), ValueError):
                 self._pending.append(self._end(request, "refused", f"the grammar is invalid: {error}"))
-                continue
-            if error is not None:  # of this request alone, such as a lack of memory
+            elif error is not None:  # of this request alone, such as a lack of memory
                 _log.error("the grammar of request %s was not compiled", request.id, exc_info=error)
                 self._pending.append(self._end(request, "error", f"the grammar was not compiled: {error!r}"))
-                continue
-            del self._compiling[request]
-            self._replicas.add(request, replica)
+            else:
+                del self._compiling[request]
+                self._replicas.add(request, replica)
 
     def _progress(self, chunks: Iterable[Chunk]) -> Iterator[Output]:
         """One output for each request that asked to hear of its prompt, and that a step brought forward.

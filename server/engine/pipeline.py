@@ -41,10 +41,7 @@ class StepRunner(Protocol):
         """
 
     def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor | Pending:
-        """Choose the tokens of an executed step on all ranks; returns ``ModelRunner.choose``'s results of all replicas.
-
-        ``banned``: of the masked rows of each plan.
-        """
+        """Choose an executed step's tokens: ``ModelRunner.choose``'s results of all replicas. ``banned``: of each plan's masked rows."""
         ...
 
     def step_tokens(self) -> int | None:

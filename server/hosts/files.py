@@ -78,10 +78,7 @@ def read_piece(path: Path, files: ModelFiles, name: str, offset: int) -> bytes:
 
 
 async def fetch_files(offer: ModelFiles, ask: Ask, show: Callable[[str, float], None]) -> Path:
-    """Fetch what the cache lacks; returns the model's file or folder. ModelError: no space, or a file arrived damaged.
-
-    ``show``: called with what is done and its share.
-    """
+    """Fetch what the cache lacks; returns the model's file or folder. ModelError: no space, or a file arrived damaged."""
     if offer.error:
         raise ModelError(f"this host has no copy of the model, and {offer.error}")
     if unsafe := [file.name for file in offer.files if Path(file.name).name != file.name or file.name in ("", "..")]:

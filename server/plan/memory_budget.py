@@ -99,8 +99,7 @@ def make_budget(
     """Choose the number of cache blocks and the longest sequence.
 
     ``cache_share``: limit of the cache, or with ``--kv-offload`` of its buffers, as a share of the memory left for it.
-    NotEnoughMemoryError: weights, cache or the longest sequence do not fit.
-    ValueError: --max-model-len exceeds the model's context.
+    NotEnoughMemoryError: weights, cache or the longest sequence do not fit. ValueError: --max-model-len is too long.
     """
     options, device, longest = inputs.options, inputs.device, inputs.options.max_model_len or inputs.model.max_positions
     check_context(inputs.model.max_positions, longest)

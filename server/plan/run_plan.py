@@ -164,8 +164,7 @@ def decide(
 ) -> Decision:
     """Resolve every ``auto``. ValueError: an impossible split, device, dtype or size; says what is possible.
 
-    ``model_id``: the fingerprint of the model, to find what quantized sums cost it. ``choice``: of ``--layout auto``. ``draft``: see
-    ``open_draft``.
+    ``model_id``: the model's fingerprint, to find what quantized sums cost it. ``choice``: of ``--layout auto``.
     """
     if choice is not None:
         config = replace(config, parallel=replace(config.parallel, layout=choice.layout))
