@@ -109,7 +109,7 @@ class Dialect(ABC, Generic[BodyT]):
 
     def __init__(self, body: BodyT, model: ServedModel) -> None:
         self.body, self.model = body, model
-        self.stream = body.stream_options or StreamOptions.model_construct()
+        self.stream_options = body.stream_options or StreamOptions.model_construct()
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self.policy = model.info.policy(body.tightwire)
         self.name_of = "token_id:{}".format if body.return_tokens_as_token_ids else model.tokens.text_of
@@ -156,8 +156,8 @@ class Dialect(ABC, Generic[BodyT]):
 
     def last_chunks(self, usage: Usage, extra: Extra) -> Iterator[Struct]:
         """The chunks after the last delta."""
-        if self.stream.include_usage or extra is not UNSET:
-            yield self.chunk([], usage if self.stream.include_usage else UNSET, extra)
+        if self.stream_options.include_usage or extra is not UNSET:
+            yield self.chunk([], usage if self.stream_options.include_usage else UNSET, extra)
 
     def failure(self, error: ApiError) -> Iterator[Struct]:
         """The last events of a stream that breaks."""
@@ -227,8 +227,8 @@ class Answer:
 
     def _encode(self, delta: Delta) -> bytes:
         dialect = self._dialect
-        usage: StreamUsage = None if dialect.stream.include_usage else UNSET
-        if dialect.stream.include_usage and dialect.stream.continuous_usage_stats:
+        usage: StreamUsage = None if dialect.stream_options.include_usage else UNSET
+        if dialect.stream_options.include_usage and dialect.stream_options.continuous_usage_stats:
             usage = self._usage(delta.index)
         if delta.progress is not None:
             extra = TightwireExtra(progress=delta.progress)

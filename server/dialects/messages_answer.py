@@ -112,6 +112,8 @@ class MessagesDialect(AdaptedDialect):
 
     def __init__(self, asked: MessagesBody, model: ServedModel) -> None:
         super().__init__(asked, model)
+        usage = MessageUsage(0, 0, 0)  # until the answer begins
+        self._message = AnsweredMessage(id=self.id, model=self.model_name, content=[], usage=usage)
         self._input = ""  # the JSON of the open block's input
         self._fills_context = False
 
@@ -124,7 +126,7 @@ class MessagesDialect(AdaptedDialect):
         return [prompt]
 
     def begin(self, usage: Usage) -> Iterator[Struct]:
-        self._message = AnsweredMessage(id=self.id, model=self.model_name, content=[], usage=_usage(usage))
+        self._message.usage = _usage(usage)
         yield MessageStart(self._message)
         yield Ping()
 
