@@ -22,8 +22,9 @@ from tightwire.server.api.generation import Delta, Prompt, TokenSequence, genera
 from tightwire.server.api.logprobs import PromptLogprobs, prompt_logprobs
 from tightwire.server.api.request_bodies import GenerationBody, SamplingBody, StreamOptions
 from tightwire.server.api.response_bodies import PromptTokensDetails, Usage
-from tightwire.server.api.serving import ServedModel, Serving
-from tightwire.server.api.trace import RequestTrace, TightwireExtra, Tokens
+from tightwire.server.api.serving import ServedModel
+from tightwire.server.api.trace import Extra, RequestTrace, TightwireExtra, Tokens
+from tightwire.server.ipc.engine_client import EngineClient
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 T = TypeVar("T")
@@ -108,6 +109,7 @@ class Dialect(ABC, Generic[BodyT]):
 
     def __init__(self, body: BodyT, model: ServedModel) -> None:
         self.body, self.model = body, model
+        self.stream_options = body.stream_options or StreamOptions.model_construct()
         self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self.policy = model.info.policy(body.tightwire)
         self.name_of = "token_id:{}".format if body.return_tokens_as_token_ids else model.tokens.text_of
@@ -149,23 +151,19 @@ class Dialect(ABC, Generic[BodyT]):
         if delta.finish_reason is not None:
             yield self.chunk([self.piece(delta.index, "", logprobs, delta.finish_reason)], usage)
 
-    def chunk(
-        self, choices: Sequence[Struct], usage: StreamUsage, extra: TightwireExtra | UnsetType = UNSET
-    ) -> HeadedBody:
+    def chunk(self, choices: Sequence[Struct], usage: StreamUsage, extra: Extra = UNSET) -> HeadedBody:
         return self.chunk_type(*self._heading, choices=choices, usage=usage, tightwire=extra)
 
-    def last_chunks(self, usage: Usage, extra: TightwireExtra | UnsetType) -> Iterator[Struct]:
+    def last_chunks(self, usage: Usage, extra: Extra) -> Iterator[Struct]:
         """The chunks after the last delta."""
-        options = self.body.stream_options
-        wants_usage = options is not None and options.include_usage
-        if wants_usage or extra is not UNSET:
-            yield self.chunk([], usage if wants_usage else UNSET, extra)
+        if self.stream_options.include_usage or extra is not UNSET:
+            yield self.chunk([], usage if self.stream_options.include_usage else UNSET, extra)
 
     def failure(self, error: ApiError) -> Iterator[Struct]:
         """The last events of a stream that breaks."""
         yield error.body()
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage, extra: TightwireExtra | UnsetType) -> Struct:
+    def whole(self, deltas: Sequence[Delta], usage: Usage, extra: Extra) -> Struct:
         choices = [self.choice(delta, self._logprobs(delta), self._of_prompt(delta)) for delta in deltas]
         return self.whole_type(*self._heading, choices=choices, usage=usage, tightwire=extra)
 
@@ -179,17 +177,16 @@ class Dialect(ABC, Generic[BodyT]):
 
 
 class Answer:
-    """Runs one request's sequences and makes the response."""
-
     def __init__(
-        self, serving: Serving, dialect: Dialect[GenerationBody], sequences: list[TokenSequence], trace: RequestTrace
+        self,
+        engine: EngineClient,
+        dialect: Dialect[GenerationBody],
+        sequences: list[TokenSequence],
+        trace: RequestTrace,
     ) -> None:
         self._body, self._dialect, self._trace = dialect.body, dialect, trace
         self._sequences = {f"{dialect.id}-{sequence.index}": sequence for sequence in sequences}
-        self._stream = self._body.stream_options or StreamOptions.model_construct()
-        self._deltas = generate(
-            serving.engine, self._sequences, trace, self._body, dialect.policy, dialect.take_adapter
-        )
+        self._deltas = generate(engine, self._sequences, trace, self._body, dialect.policy, dialect.take_adapter)
         record = trace.record
         record.asked, record.model, record.response_id = self._body, dialect.model_name, dialect.id
         record.count_tokens = self._count_tokens
@@ -229,13 +226,14 @@ class Answer:
         yield dialect.end_of_stream
 
     def _encode(self, delta: Delta) -> bytes:
-        usage: StreamUsage = None if self._stream.include_usage else UNSET
-        if self._stream.include_usage and self._stream.continuous_usage_stats:
+        dialect = self._dialect
+        usage: StreamUsage = None if dialect.stream_options.include_usage else UNSET
+        if dialect.stream_options.include_usage and dialect.stream_options.continuous_usage_stats:
             usage = self._usage(delta.index)
         if delta.progress is not None:
-            extra, dialect = TightwireExtra(progress=delta.progress), self._dialect
+            extra = TightwireExtra(progress=delta.progress)
             return encode_frame(dialect.chunk([dialect.piece(delta.index, "", None)], usage, extra))
-        return _encode_frames(self._dialect.chunks(delta, usage))
+        return _encode_frames(dialect.chunks(delta, usage))
 
     def _usage(self, index: int | None = None) -> Usage:
         """Counts each prompt once, however many answers it has. ``index``: only the tokens of this answer."""
@@ -252,7 +250,7 @@ class Answer:
         usage = self._usage()
         return Tokens(usage.prompt_tokens, usage.completion_tokens)
 
-    def _extra(self) -> TightwireExtra | UnsetType:
+    def _extra(self) -> Extra:
         wanted = self._body.tightwire
         if not (wanted.comm or wanted.timing or wanted.token_ids):
             return UNSET

@@ -19,7 +19,7 @@ from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.tool_calls import CallPiece, CallReader, Piece, openers_of, opens_thought
 from tightwire.server.api.tools import Tool, check_tools, shorten_ids, with_tool_prompt
-from tightwire.server.api.trace import TightwireExtra
+from tightwire.server.api.trace import Extra
 
 _OWN_VARIABLES = {"self", "messages", "tools", "add_generation_prompt", "continue_final_message"}  # of chat templates
 
@@ -64,7 +64,7 @@ class ChatCompletion(HeadedBody):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
-    tightwire: TightwireExtra | UnsetType = UNSET
+    tightwire: Extra = UNSET
 
 
 class ChatDelta(Struct):
@@ -84,7 +84,7 @@ class ChatChunk(HeadedBody):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
-    tightwire: TightwireExtra | UnsetType = UNSET
+    tightwire: Extra = UNSET
 
 
 @functools.cache
@@ -97,35 +97,30 @@ async def chat_token_ids(
 ) -> list[int]:
     """The conversation in the model's chat template. Raises ApiError 400 without one, or if it rejects the messages."""
     if body.continue_final_message and body.add_generation_prompt:
-        raise invalid(
-            "continue_final_message and add_generation_prompt are both true, but an answer either continues the last "
-            "message or begins a new one; leave one of them out",
-            param="continue_final_message",
-        )
+        both = "continue_final_message and add_generation_prompt are both true"
+        why = "an answer either continues the last message or begins a new one"
+        raise invalid(f"{both}, but {why}; leave one of them out", "continue_final_message")
     if model.tokenizer.chat_template is None:
         message = f"the model {model.info.name!r} has no chat template; use /v1/completions, or serve an instruct model"
         raise invalid(message, "messages", "no_chat_template")
     if taken := sorted(_OWN_VARIABLES & body.chat_template_kwargs.keys()):
         path = f"chat_template_kwargs.{taken[0]}"
         raise invalid(f"{path} is set by the server; use the field of this name, or leave it out", path)
-    ending: dict[str, Any] = {
-        **body.chat_template_kwargs,
-        "add_generation_prompt": body.begins_message,
-        "continue_final_message": body.continue_final_message,
-    }
+    ending = {"add_generation_prompt": body.begins_message, "continue_final_message": body.continue_final_message}
+    variables: dict[str, Any] = body.chat_template_kwargs | ending
 
     def encode() -> list[int]:
         plain, listed = [m.to_template() for m in messages], [tool.model_dump(exclude_none=True) for tool in tools]
         if listed or any(message["role"] == "tool" or "tool_calls" in message for message in plain):
             # A template for tools is that of conversations with a list of them; the default one may omit earlier calls.
             if model.tokenizer.template_writes_tools and (listed or not model.tokenizer.tool_template):
-                ending["tools"] = listed or None
+                variables["tools"] = listed or None
                 if "[TOOL_CALLS]" in (model.tokenizer.tool_template or model.tokenizer.chat_template or ""):
                     shorten_ids(plain)
             else:
                 _note_tool_prompt(model.info.name)
                 plain = with_tool_prompt(plain, listed)
-        return model.tokenizer.encode_chat(plain, **ending)
+        return model.tokenizer.encode_chat(plain, **variables)
 
     # A message without text takes time as well; tools, calls and variables of the template may be long.
     size = sum(32 + sum(len(part.text) + 1 for part in message.content) for message in messages)
@@ -154,8 +149,7 @@ class ChatDialect(Dialect[ChatBody]):
             raise invalid("top_logprobs requires logprobs: true", param="top_logprobs")
         if body.max_tokens is not None and body.token_limit != body.max_tokens:
             raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
-        if body.tools or body.demands_calls:
-            check_tools(body.tools, body.tool_choice)
+        check_tools(body.tools, body.tool_choice)
         ids = await chat_token_ids(self.model, body.messages, body, () if body.tool_choice == "none" else body.tools)
         self._thinks = body.may_call_tools and opens_thought(self.model.tokenizer, ids)
         return [Prompt(ids, after_text=body.continue_final_message)]
@@ -215,7 +209,6 @@ def _call_delta(piece: CallPiece) -> CallDelta:
 
 
 def _message(pieces: Sequence[Piece], role: str) -> ChatMessage:
-    """The pieces of a whole answer joined."""
     calls: dict[int, CallDelta] = {}
     for piece in pieces:
         if not isinstance(piece, str):

@@ -8,7 +8,7 @@ from tightwire.server.api.logprobs import CompletionLogprobs, PromptLogprobs, co
 from tightwire.server.api.prompts import check_ids, run_off_loop
 from tightwire.server.api.request_bodies import CompletionBody
 from tightwire.server.api.response_bodies import Usage
-from tightwire.server.api.trace import TightwireExtra
+from tightwire.server.api.trace import Extra
 
 Logprobs = CompletionLogprobs | None
 
@@ -28,7 +28,7 @@ class Completion(HeadedBody):
     choices: list[CompletionChoice]
     object: str = "text_completion"
     usage: Usage | UnsetType | None = UNSET
-    tightwire: TightwireExtra | UnsetType = UNSET
+    tightwire: Extra = UNSET
 
 
 class CompletionDialect(Dialect[CompletionBody]):

@@ -42,10 +42,9 @@ class TokenTable:
         steps: list[dict[str, Any]] = state.get("decoders", [state])
         self.byte_level = [step["type"] for step in steps] == ["ByteLevel"]
         if not self.byte_level and steps[:3] != _SENTENCEPIECE[:3]:
-            raise ValueError(
-                f"this tokenizer's decoder has the steps {steps}; text can be streamed from tokenizers that decode by "
-                f"ByteLevel alone, or by {_SENTENCEPIECE}, the last optional"
-            )
+            known = f"ByteLevel alone, or by {_SENTENCEPIECE}, the last optional"
+            advice = f"text can be streamed from tokenizers that decode by {known}"
+            raise ValueError(f"this tokenizer's decoder has the steps {steps}; {advice}")
         self.strips_space = steps[3:] == _SENTENCEPIECE[3:]
         self._byte_of_char = {char: byte for byte, char in enumerate(byte_characters())}
         self.bytes_of = functools.cache(self._make_bytes)

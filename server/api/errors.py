@@ -99,7 +99,6 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request is invalid."""
     return ApiError(400, message, param=param, code=code)
 
 

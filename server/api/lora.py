@@ -17,8 +17,6 @@ _MAX_NAME = 200
 
 
 class Adapters:
-    """The loaded adapters by name."""
-
     def __init__(self, loaded: Sequence[ServedAdapter] = ()) -> None:
         self.by_name = {adapter.name: adapter for adapter in loaded}
         self._ids = itertools.count(max((adapter.id for adapter in loaded), default=0) + 1)

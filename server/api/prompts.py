@@ -37,10 +37,8 @@ def check_options(body: GenerationBody, info: ModelInfo, max_sequences: int) -> 
     policy = info.policy(body.tightwire)
     if policy is not None and policy not in info.plan.policy_names:
         why = "it has one rank, which sums nothing" if info.tp == 1 else "start it with --allreduce-extra to add others"
-        raise invalid(
-            f"tightwire.allreduce: there is no {policy[:200]!r} here; this server has {', '.join(info.plan.policy_names)}: {why}",
-            param="tightwire.allreduce",
-        )
+        names, path = ", ".join(info.plan.policy_names), "tightwire.allreduce"
+        raise invalid(f"{path}: there is no {policy[:200]!r} here; this server has {names}: {why}", path)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options requires stream: true", param="stream_options")
     for name in ("prompt_logprobs", "return_token_ids") if body.stream else ():
@@ -62,7 +60,7 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
     """``n`` sequences for each prompt, in OpenAI's order of choices. Raises ApiError 400, naming the field."""
     seed = body.seed if body.seed is not None else model.info.default_seed or secrets.randbits(63)
     logprobs, sequences = body.num_logprobs, []
-    bans, grammar = _bans(body, model), _grammar(body, model)
+    shared = {**_bans(body, model), "grammar": _grammar(body, model), "logprobs": logprobs}
     for prompt in prompts:
         # Some tokenizers have tokens that were added after training, without an embedding in the model.
         check_ids(prompt.token_ids, model.info, body.text_param)
@@ -71,14 +69,8 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
         if prompt.echo is not None and logprobs is not None:
             scored = max(logprobs, scored or 0)
         for choice in range(body.n):
-            params = body.sampling_params(
-                max_tokens=max(asked, 1),
-                seed=(seed + choice + 2**63) % 2**64 - 2**63,  # n answers to a seed near the end of int64 wrap around
-                logprobs=logprobs,
-                prompt_logprobs=scored,
-                grammar=grammar,
-                **bans,
-            )
+            own = (seed + choice + 2**63) % 2**64 - 2**63  # n answers to a seed near the end of int64 wrap around
+            params = body.sampling_params(max_tokens=max(asked, 1), seed=own, prompt_logprobs=scored, **shared)
             sequences.append(TokenSequence(len(sequences), prompt, params, body, model.tokens))
     return sequences
 
@@ -118,24 +110,19 @@ def _bans(body: GenerationBody, model: ServedModel) -> dict[str, tuple[Any, ...]
 
 
 def _token_limit(body: GenerationBody, info: ModelInfo, num_prompt_tokens: int, *, may_be_0: bool) -> int:
-    room, given = info.plan.max_model_len - num_prompt_tokens, body.token_limit
+    context, given = info.plan.max_model_len, body.token_limit
+    room = context - num_prompt_tokens
     if not num_prompt_tokens:
         raise invalid(f"{body.text_param} is empty: it has no tokens", param=body.text_param)
     if room < 1:
-        raise invalid(
-            f"the prompt has {num_prompt_tokens} tokens; the model's context of {info.plan.max_model_len} must hold prompt and "
-            f"answer: shorten the prompt to at most {info.plan.max_model_len - 1}",
-            param=body.text_param,
-            code="context_length_exceeded",
-        )
+        advice = f"must hold prompt and answer: shorten the prompt to at most {context - 1}"
+        message = f"the prompt has {num_prompt_tokens} tokens; the model's context of {context} {advice}"
+        raise invalid(message, body.text_param, "context_length_exceeded")
     asked = min(body.default_tokens or room, room) if given is None else given
     if asked > room:
-        raise invalid(
-            f"{num_prompt_tokens} prompt tokens and max_tokens={asked} exceed the model's {info.plan.max_model_len}; "
-            f"shorten the prompt or ask for at most {room}",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
+        both = f"{num_prompt_tokens} prompt tokens and max_tokens={asked} exceed the model's {context}"
+        message = f"{both}; shorten the prompt or ask for at most {room}"
+        raise invalid(message, "max_tokens", "context_length_exceeded")
     if asked == 0 and not may_be_0:
         raise invalid("max_tokens must be at least 1; 0 requires echo: true", param="max_tokens")
     if body.min_tokens > asked:

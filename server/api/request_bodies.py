@@ -184,7 +184,6 @@ class SamplingBody(Body):
     )
 
     def set_missing(self, values: Mapping[str, float]) -> None:
-        """Set the fields that the request left out."""
         for name in values.keys() - self.model_fields_set:
             setattr(self, name, values[name])
 

@@ -76,9 +76,8 @@ def _check_choice(value: Any, info: ValidationInfo) -> str:
         return value
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise refusal(
-            'must be "none", "auto", "required" or {"type": "function", "function": {"name": "..."}}, which names a tool'
-        )
+        tool = '{"type": "function", "function": {"name": "..."}}, which names a tool'
+        raise refusal(f'must be "none", "auto", "required" or {tool}')
     return "=" + function["name"]
 
 
@@ -104,12 +103,7 @@ def check_tools(tools: list[Tool], choice: str) -> None:
 
 
 def tool_grammar(tools: list[Tool], choice: str, *, parallel: bool) -> str:
-    """The grammar of the calls that ``choice`` demands; empty: it demands none.
-
-    A named tool: its arguments. "required": a list of objects with name and arguments. ApiError 400: a schema is not supported.
-    """
-    if choice in ("none", "auto"):
-        return ""
+    """The grammar of demanded calls: a named tool's arguments, or a list of objects. ApiError 400: a schema is not supported."""
     indexes = {tool.function.name: index for index, tool in enumerate(tools)}
     for name, index in indexes.items():
         if choice in ("required", "=" + name):
@@ -119,15 +113,9 @@ def tool_grammar(tools: list[Tool], choice: str, *, parallel: bool) -> str:
     # With an id a schema's references to its own root stay its own. Drafts before 2019 ignore an id beside a reference.
     own = {name: {"$schema": _DRAFT, "$id": f"tool:{index}"} for name, index in indexes.items()}
     definitions = {name: _parameters(tools[index]) | own[name] for name, index in indexes.items()}
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name in indexes
-    ]
+    call = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+    properties = [{"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}} for name in indexes]
+    calls = [{**call, "properties": each} for each in properties]
     most = {} if parallel else {"maxItems": 1}
     schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": definitions}
     return checked_grammar("tools", "json", schema)

@@ -132,6 +132,7 @@ class TightwireExtra(Struct, frozen=True):
     progress: PromptProgress | UnsetType = UNSET
 
 
+Extra = TightwireExtra | UnsetType
 _CommCounts = dict[tuple[str, str, str], Count]
 
 
@@ -151,8 +152,7 @@ class RequestTrace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._metrics, self.record, self._clock = engine, metrics, record, clock
-        self._arrived_s, self._streamed = record.arrived_s, streamed
-        self._tokenize_s, self._submitted_s = 0.0, record.arrived_s
+        self._streamed, self._tokenize_s = streamed, 0.0
         self._last_token_s: dict[str, float | None] = {}  # of the sequences that still run
         self._first_output_s: float | None = None
         self._first_token: FirstToken | None = None
@@ -169,8 +169,7 @@ class RequestTrace:
 
     def submitted(self, ids: Iterable[str]) -> None:
         self._last_token_s = dict.fromkeys(ids)
-        self._submitted_s, self._comm_at_submit = self._clock(), self._read_comm()
-        self.record.submitted_s = self._submitted_s
+        self.record.submitted_s, self._comm_at_submit = self._clock(), self._read_comm()
 
     def saw(self, output: Output) -> None:
         now_s = self._clock()
@@ -202,7 +201,7 @@ class RequestTrace:
         self._metrics.requests.labels(outcome).inc()
         self.record.finish_reasons.append(outcome)
         if outcome in ("stop", "length"):
-            self._metrics.e2e_latency.observe(self._clock() - self._arrived_s)
+            self._metrics.e2e_latency.observe(self._clock() - self.record.arrived_s)
 
     def comm_report(self) -> CommReport:
         """Changes of the engine's counters from submission to the first output, and from there to now."""
@@ -214,7 +213,7 @@ class RequestTrace:
         counters = [difference for difference in differences if difference.calls]
         bytes_sent = sum(counter.bytes_sent for counter in counters)
         exact_bytes = sum(counter.exact_bytes for counter in counters)
-        ttft = _span(first_s - self._arrived_s, _seconds(first) - _seconds(start))
+        ttft = _span(first_s - self.record.arrived_s, _seconds(first) - _seconds(start))
         decode = _span(end_s - first_s, _seconds(end) - _seconds(first))
         return CommReport(ttft, decode, bytes_sent, exact_bytes, exact_bytes - bytes_sent, counters)
 
@@ -229,19 +228,20 @@ class RequestTrace:
         last_s, num_later = self._last_token_s[output.id], len(output.token_ids)
         self.record.first_token_s, self.record.last_token_s = self.record.first_token_s or now_s, now_s
         if last_s is None:
-            self._metrics.time_to_first_token.observe(now_s - self._arrived_s)
+            self._metrics.time_to_first_token.observe(now_s - self.record.arrived_s)
             last_s, num_later = now_s, num_later - 1
         for _ in range(num_later):  # a step may bring several tokens: drafted ones, or forced by a grammar
             self._metrics.inter_token_latency.observe((now_s - last_s) / num_later)
         self._last_token_s[output.id] = now_s
 
     def _split(self, first: FirstToken, sent_s: float) -> Timing:
+        arrived_s, submitted_s = self.record.arrived_s, self.record.submitted_s or self.record.arrived_s
         on_rank_s = first.compute_s + first.allreduce_s + (first.codec_s or 0.0) + first.sampling_s
         # Rounding may make a difference of two moments negative, and no part may be negative.
         parts = {
-            "http_s": max(0.0, self._submitted_s - self._arrived_s - self._tokenize_s),
+            "http_s": max(0.0, submitted_s - arrived_s - self._tokenize_s),
             "tokenize_s": self._tokenize_s,
-            "queue_s": max(0.0, first.scheduled_s - self._submitted_s),
+            "queue_s": max(0.0, first.scheduled_s - submitted_s),
             "compute_s": first.compute_s,
             "allreduce_s": first.allreduce_s,
             "codec_s": first.codec_s,

@@ -50,9 +50,8 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
         sys.stderr.write(f"{link.describe(nodes)}\n")
         config = planned_hosts(config, nodes)
     if config.parallel.num_summing == 1:
-        raise ValueError(
-            "--layout pipeline with a rank in each stage sums nothing, and this explains sums; leave it out, or compare layouts with --hosts"
-        )
+        advice = "leave it out, or compare layouts with --hosts"
+        raise ValueError(f"--layout pipeline with a rank in each stage sums nothing, and this explains sums; {advice}")
     config, checkpoint = run_plan.open_model(config)
     model, formats = checkpoint.config, formats_of(checkpoint, config.model.quantization)
     check_context(model.max_positions, config.engine.max_model_len or 0)
@@ -86,10 +85,8 @@ def run(config: ServeConfig, as_json: bool, network: bool) -> None:
 def explain(chooser: Chooser, request: PolicyRequest, elem_bytes: int, num_layers: int) -> list[Explained]:
     """Explain the message sizes of the model: decode steps from one row to full batches, and prompt chunks."""
     explained, most = [], request.max_decode_rows
-    sizes = {
-        "decode": {min(count, most) for count in (1, 16, most)},
-        "prefill": {max(1, request.max_rows // 8), request.max_rows},
-    }
+    decode = {min(count, most) for count in (1, 16, most)}
+    sizes = {"decode": decode, "prefill": {max(1, request.max_rows // 8), request.max_rows}}
     for phase in PHASES[::-1]:
         for sites, layers in _kinds(chooser, phase, num_layers):
             for num_rows in sorted(sizes[phase]):

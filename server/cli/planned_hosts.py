@@ -79,10 +79,8 @@ def run(
         f"{checkpoint.name} on {num} hosts, predicted. Memory: weights, {cache} KV cache for {context} tokens, working space.\n"
         f"Rates of a host: {'; '.join(map(str, rates))}. Network: {mbit:.4g} Mbit/s of payload, {us:.0f} us one way.\n\n"
     )
-    sys.stdout.writelines(
-        f"{line}\n"
-        for line in [*_lines(rows, best), "", f"best: {best.times.layout}: {why}" if best else why, *changes, *left_out]
-    )
+    verdict = f"best: {best.times.layout}: {why}" if best else why
+    sys.stdout.writelines(f"{line}\n" for line in [*_lines(rows, best), "", verdict, *changes, *left_out])
 
 
 def _stated(text: str) -> LinkFacts:

@@ -4,6 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tightwire.cuda_devices import cuda_devices
@@ -25,9 +26,7 @@ def run(config: ServeConfig, out: Path, *, force: bool = False) -> int:
     def work(progress: Progress) -> None:
         name = config.model.model
         start = time.monotonic()
-        checkpoint = open_checkpoint(
-            name, config.model.seed, progress=lambda fraction: progress.stage(f"downloading {name}", fraction)
-        )
+        checkpoint = open_checkpoint(name, config.model.seed, progress=partial(progress.stage, f"downloading {name}"))
         device = "cuda" if cuda_devices()[0] else "cpu"
         options = PrepareOptions(
             tp=config.parallel.tp,

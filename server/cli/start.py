@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerOptions:
-    """The arguments of ``generate`` alone."""
-
     prompt: str = option(
         REQUIRED, "the text to continue; with --chat, a message", metavar="PROMPT", flag="prompt", parse=as_utf8
     )
-    max_tokens: int = option(128, "tokens to add", metavar="N", least=1)
+    max_tokens: int = option(128, "tokens to add", least=1)
     temperature: float = option(0.0, "0: always the most likely token", metavar="T", least=0, most=2)
     chat: bool = option(False, "send PROMPT as a user's message, in the model's chat template")
     lora: str | None = option(None, "answer with this LoRA adapter, a folder that PEFT wrote", metavar="FOLDER")

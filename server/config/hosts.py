@@ -16,7 +16,6 @@ class HostOptions:
         None,
         "hosts (nodes) that hold the ranks, equally many on each; default: from torchrun's, Slurm's or LeaderWorkerSet's "
         "variables, else 1. (--nodes divides the ranks of one host into nodes, for tests)",
-        metavar="N",
     )
     node_rank: int | None = option(
         None, "number of this host, from 0; node 0 serves the API. Default: from the launcher's variables", metavar="R"
@@ -27,7 +26,7 @@ class HostOptions:
         metavar="HOST[:PORT]",
     )
     interface: str | None = option(
-        None, "network interface towards the other hosts; default: the one the kernel routes to node 0", metavar="NAME"
+        None, "network interface towards the other hosts; default: the one the kernel routes to node 0"
     )
     port_range: str = option(
         "29601-29740",

@@ -18,7 +18,7 @@ class HttpOptions:
     """The HTTP server: address, access, limits, log."""
 
     host: str = option("127.0.0.1", "address to listen on", metavar="ADDRESS")
-    port: int = option(8000, "port to listen on; 0 takes a free one", metavar="N", least=0, most=65535)
+    port: int = option(8000, "port to listen on; 0 takes a free one", least=0, most=65535)
     uds: str | None = option(None, "Unix socket to listen on, in place of --host and --port", metavar="PATH")
     ssl_certfile: str | None = option(
         None, "certificate chain in PEM format; the server then speaks HTTPS. Needs --ssl-keyfile", metavar="FILE"
@@ -47,7 +47,7 @@ class HttpOptions:
         "origins whose pages may call this server from a browser, such as https://a.example, with commas between; * allows all",
         metavar="ORIGIN",
     )
-    max_queued_requests: int = option(256, "most sequences that wait or run; more get status 429", metavar="N", least=1)
+    max_queued_requests: int = option(256, "most sequences that wait or run; more get status 429", least=1)
     strict_fields: bool = option(
         False,
         "refuse requests with unknown fields (status 400) instead of ignoring them. Ignored fields are named in the response "

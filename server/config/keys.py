@@ -42,10 +42,8 @@ def read_keys(path: str | Path) -> dict[bytes, ApiKey]:
     try:
         entries = msgspec.convert(content, _KeyFile).keys
     except msgspec.ValidationError as error:
-        raise ValueError(
-            f"{where}: {error}; the file holds a list `keys`, each with name, key or sha256, and any of requests_at_once, "
-            "requests_per_minute and tokens_per_minute"
-        ) from None
+        fields = "name, key or sha256, and any of requests_at_once, requests_per_minute and tokens_per_minute"
+        raise ValueError(f"{where}: {error}; the file holds a list `keys`, each with {fields}") from None
     return _by_digest(where, entries)
 
 

@@ -33,16 +33,12 @@ class Limits:
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}; "
-                "running sequences could not all take a step"
-            )
+            both = f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}"
+            raise ValueError(f"{both}; running sequences could not all take a step")
         num_blocks = min(self.num_blocks, self.max_step_blocks or self.num_blocks)
         if (held := self.groups.most_tokens(num_blocks, self.max_step_tokens, self.block_size)) < self.max_model_len:
-            raise ValueError(
-                f"a step holds {num_blocks} blocks of {self.block_size} = {held} tokens, less than one sequence of "
-                f"max_model_len={self.max_model_len}; set --max-model-len to at most {held}"
-            )
+            too_few = f"a step holds {num_blocks} blocks of {self.block_size} = {held} tokens, less than one sequence"
+            raise ValueError(f"{too_few} of max_model_len={self.max_model_len}; set --max-model-len to at most {held}")
 
     @property
     def max_step_tokens(self) -> int:

@@ -22,12 +22,10 @@ class AdapterOptions:
         None,
         "most adapters loaded at the same time; their memory is reserved at start. Default: as many as --lora names, and at "
         f"least {_LOADABLE} with --lora-dir",
-        metavar="N",
     )
     max_lora_rank: int | None = option(
         None,
         f"largest rank of an adapter. Default: the largest of those that --lora names, and at least {_RANK} with --lora-dir",
-        metavar="N",
     )
     lora_dir: str | None = option(
         None,

@@ -8,7 +8,7 @@ from tightwire.comm.codec.codec_names import has_feedback, parse_format
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget, parse_name_or_budget
-from tightwire.option import flag_of, option, require, require_declared
+from tightwire.option import flag_of, naming, option, require, require_declared
 
 MAX_RANKS = 64  # each rank imports torch before the model can say how many ranks it supports
 CODED_DTYPE = "coded-bfloat16"  # of sums: bfloat16, coded over sockets
@@ -19,12 +19,11 @@ POLICY_PREFIX = "policy:"  # of a name that stands for a policy file
 class ParallelOptions:
     """The split of the model over ranks, and the AllReduce between them."""
 
-    tp: int = option(1, "ranks the model is split over", metavar="N")
+    tp: int = option(1, "ranks the model is split over")
     dp: int = option(
         1,
         "replicas of the model, each split over --tp ranks, for different sequences; --tp times --dp ranks in all. The text "
         "does not depend on the replica",
-        metavar="N",
     )
     tp_split: tuple[float, ...] | None = option(
         None, "relative shares of work per rank, for devices of different speed, such as 2,1", metavar="A,B"
@@ -41,7 +40,6 @@ class ParallelOptions:
         None,
         "stages of --layout hybrid or pipeline, each of as many consecutive ranks, which sum their parts of its layers in memory. "
         "Default: each host, or with --nodes each node, is a stage; else each rank",
-        metavar="N",
     )
     stage_codec: str = option(
         "none", "codec of hidden states between stages: none, which loses nothing, int8, int4-g32, ...", metavar="CODEC"
@@ -51,7 +49,6 @@ class ParallelOptions:
         f"algorithm that sums the ranks' partial results: {describe_all_reduce_names()}, or policy:FILE, a file by "
         "`tightwire bench quality` with an AllReduce for each layer, site and phase. auto is the fastest lossless one by "
         "message size; `tightwire explain` shows the cost of each",
-        metavar="NAME",
     )
     allreduce_decode: ErrorBudget | str | None = option(
         None,
@@ -92,7 +89,7 @@ class ParallelOptions:
         "without loss, which pays on wires below about 4gbit",
         ("auto", "float32", "bfloat16", "float16", CODED_DTYPE),
     )
-    nodes: int = option(1, "nodes of equal size that hold the ranks, in order; used by hierarchical", metavar="N")
+    nodes: int = option(1, "nodes of equal size that hold the ranks, in order; used by hierarchical")
     link: str | None = option(
         None,
         "emulate a slow wire between the ranks on this machine: 200mbit, 2.5gbit, 300MB/s, pcie3x4, latency=50us, or a "
@@ -133,10 +130,8 @@ class ParallelOptions:
             require(all(0 < share <= most < math.inf for share in shares), "tp_split", shares, want)
 
     def _check_stages(self) -> None:
-        try:
+        with naming("stage_codec"):
             parse_format(self.stage_codec)
-        except ValueError as error:
-            raise ValueError(f"--stage-codec: {error}") from None
         require(not has_feedback(self.stage_codec), "stage_codec", self.stage_codec, "a codec without -ef")
         staged, want = self.layout in ("hybrid", "pipeline"), "given with --layout hybrid or pipeline, whose stages"
         require(staged or self.stage_codec == "none", "stage_codec", self.stage_codec, f"{want} send hidden states")
@@ -201,10 +196,8 @@ class ParallelOptions:
         if self.link is None:
             require(self.link_emulation == "auto", "link_emulation", self.link_emulation, "given with --link")
             return
-        try:
+        with naming("link"):
             parse_link(self.link)
-        except ValueError as error:
-            raise ValueError(f"--link: {error}") from None
         want = "left out with --tp 1, because one rank sends nothing; give --tp 2 or more"
         require(self.tp > 1, "link", self.link, want)
         fits = self.transport in ("auto", "sockets", "process-group") or self.link_emulation == USER_SPACE

@@ -49,9 +49,7 @@ class ModelOptions:
         "faster; float: in --dtype; auto: float",
         ("auto", "float", "int8"),
     )
-    seed: int = option(
-        0, "seed of random weights, and of requests without a seed (0: a new seed for each request)", metavar="N"
-    )
+    seed: int = option(0, "seed of random weights, and of requests without a seed (0: a new seed for each request)")
 
     def __post_init__(self) -> None:
         require(self.model != "", "model", self.model, "a name, a path or random:SHAPE")
@@ -67,12 +65,11 @@ class EngineOptions:
     max_model_len: int | None = option(
         None,
         "longest prompt plus answer, in tokens; default: the model's context, or less if memory is short",
-        metavar="N",
         least=2,
     )
-    max_num_seqs: int = option(64, "sequences in one step, of each replica", metavar="N", least=1)
+    max_num_seqs: int = option(64, "sequences in one step, of each replica", least=1)
     max_num_batched_tokens: int = option(
-        512, "tokens in one step of each replica (4096 on a GPU); longer prompts take several", metavar="N", least=1
+        512, "tokens in one step of each replica (4096 on a GPU); longer prompts take several", least=1
     )
     prefix_cache: str = option(
         "prompts",
@@ -173,16 +170,12 @@ class ServeConfig:
         if self.parallel.link is not None and self.model.device == "cuda":
             raise ValueError("--link emulates a wire between CPU ranks; give --device cpu, or leave --link out")
         if self.parallel.dp > 1 and self.engine.plan_ahead == "on":
-            raise ValueError(
-                f"--plan-ahead on is not possible with --dp {self.parallel.dp}, because the replicas' steps are planned "
-                "together; use --plan-ahead auto or off"
-            )
+            why = "because the replicas' steps are planned together; use --plan-ahead auto or off"
+            raise ValueError(f"--plan-ahead on is not possible with --dp {self.parallel.dp}, {why}")
         dp, nodes = self.parallel.dp, self.parallel.nodes
         if self.weights.weights == "partition" and dp in (1, nodes):
-            raise ValueError(
-                f"--weights partition shares layers among the replicas of a node, and --dp {dp} --nodes {nodes} has one on "
-                f"each; give --dp {2 * nodes} or more, or --weights stream"
-            )
+            given = f"--dp {dp} --nodes {nodes} has one on each; give --dp {2 * nodes} or more, or --weights stream"
+            raise ValueError(f"--weights partition shares layers among the replicas of a node, and {given}")
 
 
 GROUPS: dict[str, type[Any]] = get_type_hints(ServeConfig)

@@ -34,7 +34,6 @@ class WeightOptions:
     stream_layers: int | None = option(
         None,
         "layers to stream; default: as few as the memory allows, or all of them if all would fit",
-        metavar="N",
         least=1,
     )
     stream_policy: str = option(

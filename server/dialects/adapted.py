@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from msgspec import Struct, UnsetType
+from msgspec import Struct
 from pydantic import ConfigDict
 
 from tightwire.server.api.answer import StreamUsage
@@ -23,7 +23,7 @@ from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.structured import JsonSchemaFormat, ResponseFormat, Schema
 from tightwire.server.api.tool_calls import CallPiece, Piece
 from tightwire.server.api.tools import CalledFunction, Function, Tool, ToolCall
-from tightwire.server.api.trace import TightwireExtra
+from tightwire.server.api.trace import Extra
 
 _TEXT = -1  # in place of a call's number
 
@@ -128,7 +128,7 @@ class AdaptedDialect(ChatDialect):
     def close(self) -> Iterator[Struct]: ...
 
     @abstractmethod
-    def finished(self, usage: Usage, extra: TightwireExtra | UnsetType) -> Struct:
+    def finished(self, usage: Usage, extra: Extra) -> Struct:
         """The body of the whole answer, after its last part."""
 
     def chunks(self, delta: Delta, usage: StreamUsage) -> Iterator[Struct]:
@@ -159,7 +159,7 @@ class AdaptedDialect(ChatDialect):
         else:
             yield from self.open_text()
 
-    def whole(self, deltas: Sequence[Delta], usage: Usage, extra: TightwireExtra | UnsetType) -> Struct:
+    def whole(self, deltas: Sequence[Delta], usage: Usage, extra: Extra) -> Struct:
         for delta in deltas:
             for _ in self.chunks(delta, usage):
                 pass

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct
 
 from tightwire.server.api.chat import new_call_id
 from tightwire.server.api.errors import ApiError, MessagesErrorBody
 from tightwire.server.api.generation import Prompt
 from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.serving import ServedModel
-from tightwire.server.api.trace import TightwireExtra
+from tightwire.server.api.trace import Extra
 from tightwire.server.dialects.adapted import AdaptedDialect
 from tightwire.server.dialects.messages_request import MessagesBody
 
@@ -43,7 +43,7 @@ class AnsweredMessage(Struct, kw_only=True, tag_field="type", tag="message"):
     role: str = "assistant"
     stop_reason: str | None = None
     stop_sequence: str | None = None
-    tightwire: TightwireExtra | UnsetType = UNSET
+    tightwire: Extra = UNSET
 
 
 class TokenCount(Struct, frozen=True):
@@ -90,7 +90,7 @@ class StopDelta(Struct):
 class MessageDelta(Event, tag="message_delta"):
     delta: StopDelta
     usage: MessageUsage
-    tightwire: TightwireExtra | UnsetType = UNSET
+    tightwire: Extra = UNSET
 
 
 class MessageStop(Event, tag="message_stop"): ...
@@ -112,7 +112,8 @@ class MessagesDialect(AdaptedDialect):
 
     def __init__(self, asked: MessagesBody, model: ServedModel) -> None:
         super().__init__(asked, model)
-        self._content: list[Text | ToolUse] = []
+        usage = MessageUsage(0, 0, 0)  # until the answer begins
+        self._message = AnsweredMessage(id=self.id, model=self.model_name, content=[], usage=usage)
         self._input = ""  # the JSON of the open block's input
         self._fills_context = False
 
@@ -125,7 +126,8 @@ class MessagesDialect(AdaptedDialect):
         return [prompt]
 
     def begin(self, usage: Usage) -> Iterator[Struct]:
-        yield MessageStart(AnsweredMessage(id=self.id, model=self.model_name, content=[], usage=_usage(usage)))
+        self._message.usage = _usage(usage)
+        yield MessageStart(self._message)
         yield Ping()
 
     def open_text(self) -> Iterator[Struct]:
@@ -136,7 +138,7 @@ class MessagesDialect(AdaptedDialect):
         return self._add(ToolUse(new_call_id("toolu"), name, {}))
 
     def extend(self, text: str) -> Iterator[Struct]:
-        block = self._content[-1]
+        block = self._message.content[-1]
         if isinstance(block, Text):
             block.text += text
             yield BlockDelta(self._index, TextPiece(text))
@@ -145,23 +147,17 @@ class MessagesDialect(AdaptedDialect):
             yield BlockDelta(self._index, InputPiece(text))
 
     def close(self) -> Iterator[Struct]:
-        block = self._content[-1]
+        block = self._message.content[-1]
         if isinstance(block, ToolUse):
             block.input = _parsed(self._input)
         yield BlockStop(self._index)
 
-    def finished(self, usage: Usage, extra: TightwireExtra | UnsetType) -> AnsweredMessage:
-        return AnsweredMessage(
-            id=self.id,
-            model=self.model_name,
-            content=self._content,
-            usage=_usage(usage),
-            stop_reason=self._stop_reason(),
-            stop_sequence=self.stop_string,
-            tightwire=extra,
-        )
+    def finished(self, usage: Usage, extra: Extra) -> AnsweredMessage:
+        self._message.stop_reason, self._message.stop_sequence = self._stop_reason(), self.stop_string
+        self._message.usage, self._message.tightwire = _usage(usage), extra
+        return self._message
 
-    def last_chunks(self, usage: Usage, extra: TightwireExtra | UnsetType) -> Iterator[Struct]:
+    def last_chunks(self, usage: Usage, extra: Extra) -> Iterator[Struct]:
         yield MessageDelta(StopDelta(self._stop_reason(), self.stop_string), _usage(usage), extra)
         yield MessageStop()
 
@@ -176,12 +172,12 @@ class MessagesDialect(AdaptedDialect):
         return "tool_use" if self.num_calls else "end_turn"
 
     def _add(self, block: Text | ToolUse) -> Iterator[Struct]:
-        self._content.append(block)
+        self._message.content.append(block)
         yield BlockStart(self._index, block)
 
     @property
     def _index(self) -> int:
-        return len(self._content) - 1
+        return len(self._message.content) - 1
 
 
 def _usage(usage: Usage) -> MessageUsage:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType, json
+from msgspec import UNSET, Struct, json
 
 from tightwire.server.api.chat import new_call_id
 from tightwire.server.api.errors import ApiError, ErrorDetail
@@ -15,7 +15,7 @@ from tightwire.server.api.logprobs import ChatLogprob, chat_logprobs
 from tightwire.server.api.response_bodies import Usage
 from tightwire.server.api.serving import ServedModel
 from tightwire.server.api.tool_calls import Piece
-from tightwire.server.api.trace import TightwireExtra
+from tightwire.server.api.trace import Extra
 from tightwire.server.dialects.adapted import AdaptedDialect
 from tightwire.server.dialects.responses_request import ResponsesBody
 
@@ -107,7 +107,7 @@ class ResponseBody(Struct, kw_only=True):
     truncation: str = "disabled"
     reasoning: Reasoning = Reasoning()
     service_tier: str = "default"
-    tightwire: TightwireExtra | UnsetType = UNSET
+    tightwire: Extra = UNSET
 
 
 class Event(Struct):
@@ -251,12 +251,12 @@ class ResponsesDialect(AdaptedDialect):
             yield PartEvent(**self._place(), part=part, type="response.content_part.done")
         yield ItemEvent(self._count(), "response.output_item.done", self._index, item)
 
-    def finished(self, usage: Usage, extra: TightwireExtra | UnsetType) -> ResponseBody:
+    def finished(self, usage: Usage, extra: Extra) -> ResponseBody:
         for _ in self.last_chunks(usage, extra):
             pass
         return self._response
 
-    def last_chunks(self, usage: Usage, extra: TightwireExtra | UnsetType) -> Iterator[Struct]:
+    def last_chunks(self, usage: Usage, extra: Extra) -> Iterator[Struct]:
         response, prompt, answer = self._response, usage.prompt_tokens, usage.completion_tokens
         if not response.output:  # clients expect a message, even an empty one
             yield from self.open_text()

@@ -143,10 +143,8 @@ AnyTool = Annotated[
     told_apart(lambda tool: "function" if tool.get("type") == "function" else "other", "objects with a type"),
 ]
 
-_CHOICES = (
-    'must be "none", "auto", "required", {"type": "function", "name": "..."} or {"type": "allowed_tools", "mode": "auto", '
-    '"tools": [...]}'
-)
+_ALLOWED = '{"type": "allowed_tools", "mode": "auto", "tools": [...]}'
+_CHOICES = f'must be "none", "auto", "required", {{"type": "function", "name": "..."}} or {_ALLOWED}'
 
 
 class NamedChoice(Fields):

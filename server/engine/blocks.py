@@ -23,8 +23,6 @@ from tightwire.server.ipc.engine_stats import EngineCounters
 
 
 class BlockPool:
-    """A fixed number of blocks with a count of holders for each."""
-
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:
             raise ValueError(f"a block pool needs at least 1 block, got {num_blocks}")
@@ -50,7 +48,6 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a holder to each of these kept blocks."""
         for block in blocks:
             assert self._kept[block], "only a kept block has content to share"
             if not self._num_holders[block]:
@@ -76,7 +73,6 @@ class BlockPool:
         self._kept[block] = 1
 
     def is_kept(self, block: int) -> bool:
-        """True if it still has the content that was marked."""
         return bool(self._kept[block])
 
 
@@ -126,10 +122,7 @@ class PrefixCache:
             self._counters.num_prefix_hit_tokens += num_tokens
 
     def enter(self, request: Request, num_tokens: int) -> None:
-        """Let others share, after the next step, the blocks that ``num_tokens`` of ``request`` fill.
-
-        A block with a deferred token is entered one step later.
-        """
+        """Let others share, after the next step, the blocks that ``num_tokens`` fill; one with a deferred token a step later."""
         if not self._enabled:
             return
         num_tokens = min(num_tokens, request.num_known if self._with_answers else request.num_prompt_tokens)

@@ -76,10 +76,7 @@ class Drafter:
         self._expected = 0.0
 
     def draft(self, request: Request, room: int, num_rows: int = 1, num_seqs: int = 1) -> list[int]:
-        """At most ``room`` tokens that may follow, for a step that has ``num_rows`` of ``num_seqs`` sequences without them.
-
-        The rows are with the drafts of the step's other sequences so far.
-        """
+        """At most ``room`` tokens, for a step that has ``num_rows`` of ``num_seqs`` sequences, the others' drafts included."""
         best, odds = self.search(request, min(room, self.max_tokens))
         num_best = self.best_length(odds, num_rows, num_seqs + self._expected) if self.paced else len(best)
         num_best = max(num_best, len(request.token_ids) % _TRY_EVERY == 0)

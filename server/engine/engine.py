@@ -142,13 +142,12 @@ class Engine:
                 continue
             if isinstance(error := future.exception(), ValueError):
                 self._pending.append(self._end(request, "refused", f"the grammar is invalid: {error}"))
-                continue
-            if error is not None:  # of this request alone, such as a lack of memory
+            elif error is not None:  # of this request alone, such as a lack of memory
                 _log.error("the grammar of request %s was not compiled", request.id, exc_info=error)
                 self._pending.append(self._end(request, "error", f"the grammar was not compiled: {error!r}"))
-                continue
-            del self._compiling[request]
-            self._replicas.add(request, replica)
+            else:
+                del self._compiling[request]
+                self._replicas.add(request, replica)
 
     def _progress(self, chunks: Iterable[Chunk]) -> Iterator[Output]:
         """One output for each request that asked to hear of its prompt, and that a step brought forward.
@@ -163,9 +162,7 @@ class Engine:
             request.reported = (end, computed) if end < request.num_prompt_tokens else None
             assert request.first_scheduled_s is not None, "a chunk before the first step"
             seconds = self._clock() - request.first_scheduled_s
-            progress = PromptProgress(
-                prompt_tokens=request.num_prompt_tokens, cached=end - computed, computed=computed, seconds=seconds
-            )
+            progress = PromptProgress(request.num_prompt_tokens, end - computed, computed, seconds)
             yield Output(id=request.id, token_ids=[], progress=progress)
 
     def stats(self) -> EngineStats:

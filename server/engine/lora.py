@@ -21,10 +21,8 @@ class AdapterTable:
         free = set(range(self._num_slots)) - set(self._slots.values())
         if not free:
             waiting = f"; {len(self._unloaded)} of them still answer requests" if self._unloaded else ""
-            raise SlotsFullError(
-                f"all {self._num_slots} adapter slots are in use{waiting}: unload an adapter, or start the server with a "
-                "larger --max-loras"
-            )
+            advice = "unload an adapter, or start the server with a larger --max-loras"
+            raise SlotsFullError(f"all {self._num_slots} adapter slots are in use{waiting}: {advice}")
         slot = min(free)
         self._slots[adapter], self._num_live[adapter] = slot, 0
         return slot

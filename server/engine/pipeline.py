@@ -41,18 +41,13 @@ class StepRunner(Protocol):
         """
 
     def choose(self, plans: Sequence[StepPlan], logits_RV: Tensor | None, banned: Sequence[bytes]) -> Tensor | Pending:
-        """Choose the tokens of an executed step on all ranks; returns ``ModelRunner.choose``'s results of all replicas.
-
-        ``banned``: of the masked rows of each plan.
-        """
+        """Choose an executed step's tokens: ``ModelRunner.choose``'s results of all replicas. ``banned``: of each plan's masked rows."""
         ...
 
     def step_tokens(self) -> int | None:
         """The token limit of each replica's next step; None: the configured limit."""
 
-    def comm_spent(self) -> Spent:
-        """The time of all collectives so far."""
-        ...
+    def comm_spent(self) -> Spent: ...
 
     def counts(self) -> RankCounts: ...
 
@@ -221,8 +216,6 @@ class LaunchedStep:
 
 
 class Collected(NamedTuple):
-    """The result of one step."""
-
     new: list[NewTokens]  # only of sequences that have not ended meanwhile
     scored: list[Request]  # ended with their prompt's scores and nothing to generate
     broken: list[Request]  # ended because their prompt's scores are not finite
@@ -267,22 +260,18 @@ class StepPipeline:
         """Wait for the step; score prompts and choose tokens."""
         # Wait even without tokens, so that requests that arrive meanwhile join the next step.
         self._times.sampling(step.forward_pass.wait)
-        if step.choice is None:  # the last row of a prompt that is only scored has no logits
-            return Collected([], [c.request for c in step.chunks if c.is_last_of_scored], [])
-        sampled = self._times.sampling(step.choice.wait)
-        broken = [
-            chunk.request
-            for chunk, rows in step.scored
-            if step.has(chunk.request) and not _add_prompt_scores(chunk.request, sampled.scores[rows])
-        ]
-        for request in broken:
-            step.drop(request)
-        scored = [c.request for c in step.chunks if c.is_last_of_scored]
-        new = [new for new in step.new if step.has(new.chunk.request)]
-        for each in new:
-            each.add_sampled(sampled)
-        self._add_forced(new)
-        return Collected(new, scored, broken)
+        new, broken = list[NewTokens](), list[Request]()
+        if step.choice is not None:  # the last row of a prompt that is only scored has no logits
+            sampled = self._times.sampling(step.choice.wait)
+            for chunk, rows in step.scored:
+                if step.has(chunk.request) and not _add_prompt_scores(chunk.request, sampled.scores[rows]):
+                    broken.append(chunk.request)
+                    step.drop(chunk.request)
+            new = [new for new in step.new if step.has(new.chunk.request)]
+            for each in new:
+                each.add_sampled(sampled)
+            self._add_forced(new)
+        return Collected(new, [c.request for c in step.chunks if c.is_last_of_scored], broken)
 
     def _add_forced(self, new: Sequence[NewTokens]) -> None:
         """Append what each grammar leaves no choice about; the next step computes it together with the last token."""
@@ -294,7 +283,6 @@ class StepPipeline:
                 self._counters.num_forced_tokens += each.num_forced
 
     def forget(self, request: Request) -> None:
-        """Drop a sequence that has ended."""
         for step in self._launched:
             step.drop(request)
         self._sampler.release(request)
@@ -335,7 +323,6 @@ class StepPipeline:
         return LaunchedStep(step.results, Download([torch.empty(0) if logits_RV is None else logits_RV[:0]]), choice)
 
     def _with_rows(self, plans: Sequence[StepPlan], wanted: Sequence[Sequence[Wanted]]) -> list[StepPlan]:
-        """Return the plans with what the ranks need to choose tokens."""
         plans = [replace(plan, sampling=self._sampler.rows(each)) for plan, each in zip(plans, wanted, strict=True)]
         sizes = gather_sizes(plans)
         return [replace(plan, gather_sizes=sizes) for plan in plans] if sizes else plans

@@ -138,10 +138,9 @@ class RequestRules:
             return f"max_tokens must be at least 0, got {params.max_tokens}"
         if len(prompt) + params.max_tokens > self.max_model_len:
             room = self.max_model_len - len(prompt)
-            return (
-                f"{len(prompt)} prompt tokens and max_tokens={params.max_tokens} exceed the context of "
-                f"{self.max_model_len} tokens; " + (f"ask for at most {room}" if room > 0 else "shorten the prompt")
-            )
+            both = f"{len(prompt)} prompt tokens and max_tokens={params.max_tokens} exceed the context"
+            advice = f"ask for at most {room}" if room > 0 else "shorten the prompt"
+            return f"{both} of {self.max_model_len} tokens; {advice}"
         if min(params.logprobs or 0, params.prompt_logprobs or 0) < 0:
             return f"logprobs must be at least 0, got {params.logprobs} and prompt_logprobs {params.prompt_logprobs}"
         return None

@@ -103,12 +103,8 @@ class Scheduler:
                 self._give(request, step, preempting=True)
         self.sequences.admit(policy)  # never one just preempted: it freed fewer blocks than it would need
         # Besides prompts: sequences just admitted with all but their last token in the prefix cache.
-        rest = [
-            request
-            for request in self.sequences.running
-            if self._may_run(request, policy) and request not in step.tokens and request not in held
-        ]
-        prompts = [request for request in rest if request.num_to_compute]
+        others = [each for each in self.sequences.running if each not in step.tokens and each not in held]
+        prompts = [each for each in others if self._may_run(each, policy) and each.num_to_compute]
         withheld = 0
         if prompts and self._under_way is not None and policy < self._limits.num_policies:  # they pass the stages
             whole = [(min(each.num_cached_tokens, each.num_computed), each.num_prompt_tokens) for each in prompts]

@@ -13,8 +13,6 @@ from tightwire.server.plan.rank_setup import LayoutChoice, RunPlan
 
 
 class Listener(Protocol):
-    """What the engine does with news of the hosts."""
-
     def show(self, table: str) -> None:
         """Show who has joined so far, in words."""
 
@@ -43,10 +41,7 @@ class Hosts:
     refusal = ""  # why this host takes no requests; empty: it takes them
 
     def __init__(self, watched: range, link: LinkFacts | None, listener: Listener) -> None:
-        """``watched``: the ranks whose reports come to this host.
-
-        ``link``: the network between the ranks, on several hosts set by ``join``; None: this host's memory.
-        """
+        """``watched``: ranks whose reports come here. ``link``: between ranks, set by ``join``; None: this host's memory."""
         self.watched, self.link, self._listener = watched, link, listener
 
     def node_of(self, rank: int) -> str:

@@ -27,8 +27,6 @@ class LostError(Exception):
 
 
 class Channel:
-    """One end of the connection."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer, self._ended = reader, writer, False
         self.abandon = writer.close  # closes without a word
@@ -113,10 +111,9 @@ async def introduce(channel: Channel, hello: Hello, secret: bytes, timeout_s: fl
     proof = _prove(secret, hello.node, challenge.nonce, nonce).decode()
     channel.send(msgspec.structs.replace(hello, nonce=nonce, proof=proof))
     answer = await channel.receive(timeout_s, LONG_LOST)
-    refusal = answer.reason if isinstance(answer, End) else ""
     expected = _prove(secret, 0, nonce, challenge.nonce)
-    known = isinstance(answer, Welcome) and hmac.compare_digest(answer.proof.encode(), expected)
-    if not known:
+    if not isinstance(answer, Welcome) or not hmac.compare_digest(answer.proof.encode(), expected):
+        refusal = answer.reason if isinstance(answer, End) else ""
         raise ValueError(refusal or "node 0 has another shared secret; give every host the same --comm-secret-file")
 
 

@@ -51,10 +51,9 @@ def merge_plans(plans: Mapping[int, RunPlan]) -> RunPlan:
         for key in _EQUAL:
             theirs, ours = getattr(plan, key), getattr(own, key)
             if theirs != ours:
-                raise ValueError(
-                    f"node {node} would run with {key} {theirs}, node 0 with {ours}; the memory or the devices of the hosts "
-                    "differ: give the option by hand, the same on every host"
-                )
+                unlike = f"node {node} would run with {key} {theirs}, node 0 with {ours}"
+                advice = "give the option by hand, the same on every host"
+                raise ValueError(f"{unlike}; the memory or the devices of the hosts differ: {advice}")
     buffers = [plan.buffer_blocks for plan in plans.values() if plan.buffer_blocks is not None]
     return msgspec.structs.replace(
         own,

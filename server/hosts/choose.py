@@ -19,10 +19,7 @@ _MAY_DIFFER |= {"model", "draft_model"}  # names of what each host finds by itse
 def choose_hosts(
     config: ServeConfig, place: HostPlace | None, ranks: range, link: LinkFacts | None, listener: Listener
 ) -> Hosts:
-    """One host if ``place`` is None, else node 0 or another node of several. ``ranks``: those on this host.
-
-    ``link``: an emulated network of one host. ValueError: the secret cannot be read.
-    """
+    """``Hosts`` if ``place`` is None, else one of several. ``ranks``: those here. ValueError: the secret cannot be read."""
     if place is None:
         return Hosts(ranks, link, listener)
     facts, secret = {"version": __version__, "kernels": level(), **facts_of(config)}, config.parallel.comm_secret_file

@@ -78,10 +78,7 @@ def read_piece(path: Path, files: ModelFiles, name: str, offset: int) -> bytes:
 
 
 async def fetch_files(offer: ModelFiles, ask: Ask, show: Callable[[str, float], None]) -> Path:
-    """Fetch what the cache lacks; returns the model's file or folder. ModelError: no space, or a file arrived damaged.
-
-    ``show``: called with what is done and its share.
-    """
+    """Fetch what the cache lacks; returns the model's file or folder. ModelError: no space, or a file arrived damaged."""
     if offer.error:
         raise ModelError(f"this host has no copy of the model, and {offer.error}")
     if unsafe := [file.name for file in offer.files if Path(file.name).name != file.name or file.name in ("", "..")]:
@@ -103,9 +100,8 @@ async def fetch_files(offer: ModelFiles, ask: Ask, show: Callable[[str, float], 
     except Timeout:
         raise ModelError(f"another server has been fetching into {folder} for {_LOCK_S:g} s") from None
     except OSError as error:
-        raise ModelError(
-            f"the model cannot be stored in {folder}: {error.strerror or error}; set XDG_CACHE_HOME to another folder"
-        ) from error
+        why = f"the model cannot be stored in {folder}: {error.strerror or error}"
+        raise ModelError(f"{why}; set XDG_CACHE_HOME to another folder") from error
     return folder if offer.is_folder else folder / offer.files[0].name
 
 
@@ -122,9 +118,8 @@ async def _fetch(file: FileFacts, path: Path, ask: Ask, show: Callable[[int], No
                 show(offset)
                 piece = await ask(file.name, offset)
                 if not piece:
-                    raise ModelError(
-                        f"{file.name} on node 0 has become shorter while it was copied; start all hosts again"
-                    )
+                    shorter = f"{file.name} on node 0 has become shorter while it was copied"
+                    raise ModelError(f"{shorter}; start all hosts again")
                 await asyncio.to_thread(out.write, piece)
         if await _is_whole(part, file):
             part.replace(path)

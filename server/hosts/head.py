@@ -41,8 +41,6 @@ class _Node:
 
 
 class Head(Side):
-    """Node 0: waits for the others, compares them, and tells them what to run."""
-
     def __init__(self, joining: Joining) -> None:
         super().__init__(joining, range(joining.place.num_nodes * len(joining.ranks)))
         self._own = joining.hello()
@@ -168,10 +166,9 @@ class Head(Side):
             names = ", ".join(self._nodes[n].describe() if n in self._nodes else f"node {n}" for n in absent)
             count = f"{num_nodes - len(absent)} of {num_nodes} nodes {what}; {names} missing for"
             if waited_s > limit_s and time.monotonic() - self._sent_s > limit_s:
-                raise LostError(
-                    f"{count} {waited_s:.0f} s; start the same command there, with its own --node-rank, and check that "
-                    f"it reaches {joined(self._place.master, self._place.port)}"
-                )
+                reaches = f"check that it reaches {joined(self._place.master, self._place.port)}"
+                advice = f"start the same command there, with its own --node-rank, and {reaches}"
+                raise LostError(f"{count} {waited_s:.0f} s; {advice}")
             table = f"{count} {waited_s:.0f} s of {limit_s:g} s"
             if waited_s >= SHOW_S:
                 self._listener.show(table)

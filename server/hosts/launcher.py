@@ -19,17 +19,13 @@ class _Launcher:
     num_local: tuple[str, ...] = ()  # of the processes it starts on this node, which must be one
 
 
+_SLURM_NAMES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+_SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 _LAUNCHERS = (
     _Launcher("LeaderWorkerSet", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", ("LWS_LEADER_ADDRESS",)),
     _Launcher("torchrun", "GROUP_WORLD_SIZE", "GROUP_RANK", ("MASTER_ADDR",), ("LOCAL_WORLD_SIZE",)),
     _Launcher("torchrun", "WORLD_SIZE", "RANK", ("MASTER_ADDR",), ("LOCAL_WORLD_SIZE",)),
-    _Launcher(
-        "Slurm",
-        "SLURM_NNODES",
-        "SLURM_NODEID",
-        ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
-        ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
-    ),
+    _Launcher("Slurm", "SLURM_NNODES", "SLURM_NODEID", _SLURM_NAMES, _SLURM_TASKS),
 )
 
 
@@ -52,10 +48,8 @@ def resolve_hosts(config: ServeConfig, environment: Mapping[str, str]) -> tuple[
         for name in launcher.num_local:
             # Slurm writes 2(x3),1: two tasks on each of three nodes, one on the fourth.
             if (most := re.match(r"\d+", environment.get(name, ""))) and int(most[0]) > 1:
-                raise ValueError(
-                    f"{launcher.name} starts {most[0]} processes on this node ({name}); start one, which starts the node's "
-                    "ranks itself"
-                )
+                several = f"{launcher.name} starts {most[0]} processes on this node ({name})"
+                raise ValueError(f"{several}; start one, which starts the node's ranks itself")
         if options.node_rank is None:
             options = replace(options, node_rank=_number(environment, launcher.node_rank))
             notes.append(f"--node-rank {options.node_rank}: from {launcher.name}'s {launcher.node_rank}")
@@ -66,10 +60,8 @@ def resolve_hosts(config: ServeConfig, environment: Mapping[str, str]) -> tuple[
             notes.append(f"--master-addr {options.master_addr}: from {launcher.name}'s {master}")
     for name in ("node_rank", "master_addr"):
         if getattr(options, name) is None:
-            raise ValueError(
-                f"--nnodes {options.nnodes} needs --{name.replace('_', '-')}; no variable of torchrun, Slurm or "
-                "LeaderWorkerSet gives it here"
-            )
+            variables = "no variable of torchrun, Slurm or LeaderWorkerSet gives it here"
+            raise ValueError(f"--nnodes {options.nnodes} needs --{name.replace('_', '-')}; {variables}")
     try:
         return _spread(replace(config, hosts=options)), notes
     except ValueError as error:
@@ -96,13 +88,10 @@ def _spread(config: ServeConfig) -> ServeConfig:
         raise ValueError(f"--transport {parallel.transport} is inside one host; leave it out with {nnodes} hosts")
     port = split_address(options.master_addr or "")[1]
     if port in options.ports:
-        raise ValueError(
-            f"--port-range {options.port_range} contains {port}, the port of --master-addr where nodes meet; choose another of them"
-        )
-    if len(options.ports) <= 2 * parallel.num_ranks:
-        raise ValueError(
-            f"--port-range {options.port_range} must hold {2 * parallel.num_ranks + 1} ports: the store's, and two a rank"
-        )
+        taken = f"{port}, the port of --master-addr where nodes meet; choose another of them"
+        raise ValueError(f"--port-range {options.port_range} contains {taken}")
+    if len(options.ports) <= (num := 2 * parallel.num_ranks):
+        raise ValueError(f"--port-range {options.port_range} must hold {num + 1} ports: the store's, and two a rank")
     return replace(config, parallel=replace(parallel, nodes=nnodes))
 
 

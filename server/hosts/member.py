@@ -23,8 +23,6 @@ _RETRY_S = 0.5
 
 
 class Member(Side):
-    """Any other node: connects to node 0, and relays what its ranks report."""
-
     def __init__(self, joining: Joining) -> None:
         super().__init__(joining, joining.ranks)
         self.refusal = f"this is node {self._place.node}; send requests to node 0 at {self._place.master}"
@@ -107,10 +105,8 @@ class Member(Side):
                     why = f"it {error}"
             waited_s = time.monotonic() - started_s
             if waited_s > limit_s:
-                raise LostError(
-                    f"{self._head} could not be reached for {waited_s:.0f} s: {why}; start the same command there with "
-                    "--node-rank 0, and check --master-addr and the firewall"
-                )
+                advice = "start the same command there with --node-rank 0, and check --master-addr and the firewall"
+                raise LostError(f"{self._head} could not be reached for {waited_s:.0f} s: {why}; {advice}")
             if waited_s >= SHOW_S:
                 self._listener.show(f"waiting for {self._head} for {waited_s:.0f} s of {limit_s:g} s: {why}")
             await asyncio.sleep(_RETRY_S)

@@ -90,14 +90,10 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """The plan for the ranks of all nodes."""
-
     plan: RunPlan
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """A message of one of the node's ranks."""
-
     message: Stage | Ready | Heartbeat | AdapterLoaded | Failed
 
 

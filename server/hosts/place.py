@@ -42,10 +42,8 @@ class HostPlace:
 
     def describe(self) -> str:
         at = f" ({self.interface})" if self.interface else ""
-        return (
-            f"node {self.node} of {self.num_nodes}: address {self.address}{at}, node 0 at {joined(self.master, self.port)}, "
-            f"ports {self.ports.start} to {self.ports.stop - 1}"
-        )
+        others = f"node 0 at {joined(self.master, self.port)}, ports {self.ports.start} to {self.ports.stop - 1}"
+        return f"node {self.node} of {self.num_nodes}: address {self.address}{at}, {others}"
 
     @property
     def store_port(self) -> int:
@@ -81,10 +79,8 @@ def last_probe() -> LinkFacts:
     try:
         return msgspec.json.decode(_probe_path().read_bytes(), type=LinkFacts)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ValueError(
-            f"--network: no probe in {_probe_path()} ({error}); node 0 of `tightwire serve --nnodes N` writes it when all nodes "
-            "have joined"
-        ) from None
+        writer = "node 0 of `tightwire serve --nnodes N` writes it when all nodes have joined"
+        raise ValueError(f"--network: no probe in {_probe_path()} ({error}); {writer}") from None
 
 
 def joined(address: str, port: int) -> str:
@@ -102,14 +98,12 @@ def find_place(options: HostOptions) -> HostPlace:
         raise UnknownNameError(f"--master-addr {name}: this host finds no address for it: {why}") from None
     target = ipaddress.ip_address(master.partition("%")[0])
     if target.is_unspecified or (target.is_loopback and name not in ("localhost", master)):
-        raise ValueError(
-            f"--master-addr {name} is {master} on this host (/etc/hosts?), where other hosts cannot reach it; give node 0's address"
-        )
+        here = f"{master} on this host (/etc/hosts?), where other hosts cannot reach it"
+        raise ValueError(f"--master-addr {name} is {here}; give node 0's address")
     if ":" in master and target.is_link_local:
-        raise ValueError(
-            f"--master-addr {name} is a link-local address, which names no interface; give both hosts addresses of one network, "
-            f"such as fd00::1/64 and fd00::2/64 (ip addr add fd00::1/64 dev INTERFACE)"
-        )
+        why = f"--master-addr {name} is a link-local address, which names no interface"
+        such = "such as fd00::1/64 and fd00::2/64 (ip addr add fd00::1/64 dev INTERFACE)"
+        raise ValueError(f"{why}; give both hosts addresses of one network, {such}")
     if options.interface is None:
         address = _routed_address(master)
         interface = next((nic for nic, own in _addresses() if own == address), "")
@@ -118,14 +112,11 @@ def find_place(options: HostOptions) -> HostPlace:
         address = next((own for nic, own in _addresses() if nic == interface and (":" in own) == (":" in master)), "")
         if not address:
             known = sorted({nic for nic, own in _addresses() if (":" in own) == (":" in master)})
-            raise ValueError(
-                f"--interface {interface} has no address of the kind of {master} on this host; choose {', '.join(known)}"
-            )
+            kind = f"no address of the kind of {master} on this host"
+            raise ValueError(f"--interface {interface} has {kind}; choose {', '.join(known)}")
         if ipaddress.ip_address(address).is_loopback and not target.is_loopback:
-            raise ValueError(
-                f"--interface {interface} is this host's loopback, where other hosts cannot reach {address}; choose the one "
-                f"towards {master}, or leave it out"
-            )
+            why = f"is this host's loopback, where other hosts cannot reach {address}"
+            raise ValueError(f"--interface {interface} {why}; choose the one towards {master}, or leave it out")
     return HostPlace(
         node=options.node_rank,
         num_nodes=options.nnodes,
@@ -178,7 +169,6 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)
         kind = NotNowError if error.errno == errno.EADDRINUSE else ValueError
-        raise kind(
-            f"this host cannot listen on {joined(address, port)}: {why}; choose a free --port-range (or port of "
-            "--master-addr), the same on every host, and check that --master-addr is node 0's address"
-        ) from None
+        free = "choose a free --port-range (or port of --master-addr), the same on every host"
+        advice = f"{free}, and check that --master-addr is node 0's address"
+        raise kind(f"this host cannot listen on {joined(address, port)}: {why}; {advice}") from None

@@ -43,8 +43,6 @@ class Joining:
 
 
 class Side(Hosts, ABC):
-    """One node of several. Sends beats, and holds this node's ports until its ranks take them."""
-
     def __init__(self, joining: Joining, watched: range) -> None:
         super().__init__(watched, None, joining.listener)
         self._joining, self._place = joining, joining.place

@@ -31,10 +31,8 @@ from tightwire.server.ipc.engine_client import EngineClient
 
 _KEEP_ALIVE_S = 75  # longer than common clients keep an idle connection, so that the client closes it, not the server
 _LAST_RESPONSES_S = 3
-_DESCRIPTION = (
-    "OpenAI's and Anthropic's APIs for one model, split over ranks. Every error is an ErrorBody, under /v1/messages a "
-    "MessagesErrorBody."
-)
+_ERRORS = "Every error is an ErrorBody, under /v1/messages a MessagesErrorBody."
+_DESCRIPTION = f"OpenAI's and Anthropic's APIs for one model, split over ranks. {_ERRORS}"
 
 
 def make_app(

@@ -53,7 +53,6 @@ class KeyRing:
         self._looked_s = clock()
 
     def find(self, given: bytes) -> ApiKey | None:
-        """The entry of a key that a client sent."""
         self._read_if_changed()
         # The place of a digest says nothing about the key, so the lookup needs no constant time.
         return self._keys.get(digest_of(given))
@@ -63,10 +62,8 @@ class KeyRing:
         use, now_s = self._uses[key.name], self._clock()
         if key.requests_at_once is not None and use.num_running >= key.requests_at_once:
             raise _too_many(f"{key.requests_at_once} requests at once", 1.0)
-        for bucket, limit, unit in (
-            (use.tokens, key.tokens_per_minute, "tokens"),
-            (use.requests, key.requests_per_minute, "requests"),
-        ):
+        limits = (use.tokens, key.tokens_per_minute, "tokens"), (use.requests, key.requests_per_minute, "requests")
+        for bucket, limit, unit in limits:
             if limit is not None and (wait_s := bucket.wait_s(limit, now_s)) > 0:
                 raise _too_many(f"{limit} {unit} a minute", wait_s)
         use.num_running += 1

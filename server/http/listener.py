@@ -40,9 +40,8 @@ def _check_certificate(certfile: str, keyfile: str) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, refuse)
     except ssl.SSLError as error:
         reason = error.reason.replace("_", " ").lower() if error.reason else "not in PEM format"
-        raise ValueError(
-            f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile} are not a certificate and its key in PEM format ({reason})"
-        ) from error
+        both = f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile}"
+        raise ValueError(f"{both} are not a certificate and its key in PEM format ({reason})") from error
 
 
 def open_listener(options: HttpOptions) -> socket.socket:
@@ -67,7 +66,6 @@ def open_listener(options: HttpOptions) -> socket.socket:
 
 
 def remove_socket(options: HttpOptions) -> None:
-    """Remove the file of a Unix socket."""
     if options.uds is not None:
         with contextlib.suppress(OSError):
             os.unlink(options.uds)

@@ -108,11 +108,8 @@ def _describe(operation: Operation) -> dict[str, Any]:
 
 def _event(operation: Operation) -> dict[str, Any]:
     """A chunk, the error of a broken stream, or the end, which is not JSON."""
-    body = {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": [_ref(kind) for kind in dict.fromkeys((*operation.chunks, operation.error))]},
-    }
+    kinds = {"anyOf": [_ref(kind) for kind in dict.fromkeys((*operation.chunks, operation.error))]}
+    body = {"type": "string", "contentMediaType": "application/json", "contentSchema": kinds}
     return {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, body]}}, "required": ["data"]}
 
 

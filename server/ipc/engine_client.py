@@ -58,8 +58,6 @@ class AdapterRefusedError(Exception):
 
 
 class EngineClient(Protocol):
-    """The engine as routes see it."""
-
     @property
     def state(self) -> EngineState: ...
 

@@ -144,8 +144,6 @@ class StepResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """Start-up progress of one rank: ``fraction`` of this stage."""
-
     rank: int
     name: str
     fraction: float

@@ -50,10 +50,8 @@ class Recordings:
     async def record(self, seconds: float) -> list[RankEvents]:
         """See ``EngineClient.record_collectives``."""
         if self._current is not None:
-            raise engine_client.RecordingBusyError(
-                f"another client is recording the collectives, for {self._current.asked.seconds:g} s in all; try again when "
-                "that has ended"
-            )
+            busy = f"another client is recording the collectives, for {self._current.asked.seconds:g} s in all"
+            raise engine_client.RecordingBusyError(f"{busy}; try again when that has ended")
         recording = self._current = _Recording(Record(id=next(self._ids), seconds=seconds), self._ranks)
         try:
             self._ask(recording.asked)

@@ -108,7 +108,6 @@ class ZmqEngineClient:
             self._send(messages.CancelRequest(ids=known))
 
     def cancel_all(self) -> None:
-        """Cancel everything that runs, for example at the end of the grace time."""
         self.cancel(list(self._live))
 
     def stop_engine(self) -> None:
@@ -134,11 +133,10 @@ class ZmqEngineClient:
 
     def _admit(self, requests: Sequence[AddRequest]) -> None:
         self._require_ready()
-        if len(self._live) + len(requests) > self._max_queued_requests:
-            raise QueueFullError(
-                f"{len(self._live)} sequences wait or run and {len(requests)} more would exceed the limit of "
-                f"{self._max_queued_requests} (--max-queued-requests); try again later"
-            )
+        if self.num_live + len(requests) > self._max_queued_requests:
+            limit = f"the limit of {self._max_queued_requests} (--max-queued-requests); try again later"
+            more = f"{len(requests)} more would exceed {limit}"
+            raise QueueFullError(f"{self.num_live} sequences wait or run and {more}")
 
     async def _stream(self, requests: Sequence[AddRequest]) -> AsyncIterator[Output]:
         self._admit(requests)

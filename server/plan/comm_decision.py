@@ -119,25 +119,21 @@ def decide_comm(
 
 def policy_choices(policy: Policy) -> list[CommChoice]:
     """The policy as lines of ``CommSetup``."""
-    return [
-        CommChoice(
-            site=rule.site,
-            phase=rule.phase,
-            up_to_bytes=choice.up_to_bytes,
-            algorithm=choice.algorithms[0],
-            reason=choice.reason,
-            layers=None if rule.layers is None else list(rule.layers),
-        )
-        for rule in policy.rules
-        for choice in rule.choices
-    ]
+    choices: list[CommChoice] = []
+    for rule in policy.rules:
+        layers = None if rule.layers is None else list(rule.layers)
+        for choice in rule.choices:
+            line = rule.site, rule.phase, choice.up_to_bytes, choice.algorithms[0], choice.reason, layers
+            choices.append(CommChoice(*line))
+    return choices
 
 
 def describe_choices(choices: Sequence[CommChoice]) -> list[str]:
     """One line for each algorithm and reason, for the sums of the layers."""
     by_reason: dict[tuple[str, int | None, str], list[str]] = {}
-    layers = [choice for choice in choices if choice.site != "embed"]
-    for choice in layers:
+    for choice in choices:
+        if choice.site == "embed":
+            continue
         kind = f"{choice.phase} {choice.site}"
         kind += "" if choice.layers is None else f" of {describe_layers(choice.layers)}"
         by_reason.setdefault((choice.algorithm, choice.up_to_bytes, choice.reason), []).append(kind)

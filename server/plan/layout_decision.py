@@ -57,8 +57,7 @@ def decide_stages(
         stages = divide_layers(model.num_layers, shares)
     else:  # the last stage also reads the head for every token
         outer = layout_table.outer_bytes(inputs := layout_table.memory_inputs(config, model, formats, decided))
-        last = outer.get("head", outer["embedding"])
-        stages = divide_layers(layout_table.layer_bytes(inputs), shares, last=last)
+        stages = divide_layers(layout_table.layer_bytes(inputs), shares, last=outer.get("head", outer["embedding"]))
     return replace(stages, pipeline=layout == "pipeline", ranks_each=each)
 
 
@@ -76,10 +75,7 @@ def choose_auto(
     room: Sequence[int],
     draft: Checkpoint | None = None,
 ) -> LayoutChoice:
-    """Choose the layout that is predicted to answer soonest, of those that work and fit; this host is measured for seconds.
-
-    ``room``: the memory of each host; empty: the ranks share this one's.
-    """
+    """Choose the layout that fits and is predicted to answer soonest. Measures for seconds. ``room``: see ``Hosts.settle``."""
     parallel, model = config.parallel, checkpoint.config
     asked = decide_sums(config, model, link, fingerprint(checkpoint))
     given = asked.decided.setting.device, model, checkpoint.prepared is not None

@@ -34,8 +34,6 @@ class NotEnoughMemoryError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBudget:
-    """Sizes of the cache and of everything else in memory."""
-
     ranks: tuple[RankBytes, ...]
     pools: tuple[Pool, ...]
     num_blocks: int  # per replica
@@ -101,8 +99,7 @@ def make_budget(
     """Choose the number of cache blocks and the longest sequence.
 
     ``cache_share``: limit of the cache, or with ``--kv-offload`` of its buffers, as a share of the memory left for it.
-    NotEnoughMemoryError: weights, cache or the longest sequence do not fit.
-    ValueError: --max-model-len exceeds the model's context.
+    NotEnoughMemoryError: weights, cache or the longest sequence do not fit. ValueError: --max-model-len is too long.
     """
     options, device, longest = inputs.options, inputs.device, inputs.options.max_model_len or inputs.model.max_positions
     check_context(inputs.model.max_positions, longest)
@@ -158,45 +155,33 @@ def describe_offload(budget: MemoryBudget, inputs: MemoryInputs) -> tuple[str, .
     """Lines that say where the cache is and how much a step transfers; empty for a cache on the device."""
     if budget.buffer_blocks is None:
         return ()
-    num_seqs = inputs.options.max_num_seqs
-    context = max(1, min(budget.max_model_len, budget.buffer_blocks * BLOCK_SIZE // num_seqs))
+    num_seqs, num_tokens = inputs.options.max_num_seqs, budget.buffer_blocks * BLOCK_SIZE
+    context = max(1, min(budget.max_model_len, num_tokens // num_seqs))
     step_bytes = num_seqs * (math.ceil(context / BLOCK_SIZE) + 1) * max(rank.block for rank in budget.ranks)
-    lines = [
-        (
-            f"KV cache: {budget.num_blocks * BLOCK_SIZE} tokens on the host; two buffers, each for {budget.buffer_blocks} "
-            f"blocks ({budget.buffer_blocks * BLOCK_SIZE} tokens) of a layer"
-        ),
-        (
-            f"a step of {num_seqs} generated tokens, each after {context}, moves {format_bytes(step_bytes)} a rank "
-            f"({inputs.model.num_layers} layers to the device, and each sequence's last block back)"
-        ),
-    ]
+    buffers = f"two buffers, each for {budget.buffer_blocks} blocks ({num_tokens} tokens) of a layer"
+    moved = f"{inputs.model.num_layers} layers to the device, and each sequence's last block back"
+    step = f"a step of {num_seqs} generated tokens, each after {context}, moves {format_bytes(step_bytes)} a rank ({moved})"
+    lines = [f"KV cache: {budget.num_blocks * BLOCK_SIZE} tokens on the host; {buffers}", step]
     if inputs.device == "cuda" and inputs.options.cuda_graphs:
         lines.append("no CUDA graphs: the buffer that holds a layer's keys and values changes from step to step")
     if inputs.device == "cpu":
-        lines.append(
-            "warning: on a CPU, host and device are one memory, so --kv-offload only costs time; use it to test"
-        )
+        one = "on a CPU, host and device are one memory, so --kv-offload only costs time"
+        lines.append(f"warning: {one}; use it to test")
     return tuple(lines)
 
 
 def _why_nothing_fits(budget: MemoryBudget, inputs: MemoryInputs, plan: WeightPlan) -> str:
     """What is too large and what to do, for a budget without room for one block."""
-    smaller = _smaller_steps(inputs, plan)
-    if smaller is not None:
-        return (
-            "the activations of a step do not fit; "
-            f"--max-num-batched-tokens {smaller.max_num_batched_tokens} --max-num-seqs {smaller.max_num_seqs} fits"
-        )
+    if (smaller := _smaller_steps(inputs, plan)) is not None:
+        step = f"--max-num-batched-tokens {smaller.max_num_batched_tokens} --max-num-seqs {smaller.max_num_seqs}"
+        return f"the activations of a step do not fit; {step} fits"
     if all(sum(budget.ranks[r].fixed for r in pool.ranks) <= pool.available_bytes for pool in budget.pools):
         return "not one block of the KV cache fits; free memory"
     tight = [pool for pool in budget.pools if sum(budget.ranks[r].runtime for r in pool.ranks) >= pool.available_bytes]
     if tight:
         runtime = format_bytes(budget.ranks[tight[0].ranks.start].runtime)
-        return (
-            f"a process takes {runtime} before it has any tensor (the runtime below), and each rank needs "
-            f"{_least_mib(budget, inputs.options)} in all: free that much, or raise a lower --device-memory to it"
-        )
+        needs = f"{_least_mib(budget, inputs.options)} in all: free that much, or raise a lower --device-memory to it"
+        return f"a process takes {runtime} before it has any tensor (the runtime below), and each rank needs {needs}"
     half = " or --dtype bfloat16" if inputs.dtype == "float32" else ""
     packed = "" if inputs.formats.packed else " or --quantization int8 or int4"
     return f"the weights do not fit; free memory, or choose a smaller model{half}{packed}"
@@ -240,16 +225,12 @@ def _check(budget: MemoryBudget, options: EngineOptions, fitting: int, share: fl
         fix = f"{best >> 20}MiB" if best >= 64 << 20 else f"{best}B"
         problem = f"the KV cache does not fit{where}; --kv-cache-memory {fix} fits"
     elif budget.num_blocks < needed:
-        problem = (
-            f"--kv-cache-memory {format_bytes(options.kv_cache_memory or 0)} holds {shape.tokens(budget.num_blocks)} tokens, "
-            f"less than one sequence of {least}; give at least "
-            f"--kv-cache-memory {(needed * budget.block_bytes >> 20) + 1}MiB, or a smaller --max-model-len"
-        )
+        held = f"{format_bytes(options.kv_cache_memory or 0)} holds {shape.tokens(budget.num_blocks)} tokens"
+        fix = f"--kv-cache-memory {(needed * budget.block_bytes >> 20) + 1}MiB, or a smaller --max-model-len"
+        problem = f"--kv-cache-memory {held}, less than one sequence of {least}; give at least {fix}"
     elif budget.step_blocks < needed:
-        problem = (
-            f"a buffer holds {shape.tokens(budget.step_blocks)} tokens, less than one sequence of {least}; "
-            f"--max-model-len {shape.tokens(budget.step_blocks)} fits"
-        )
+        held = shape.tokens(budget.step_blocks)
+        problem = f"a buffer holds {held} tokens, less than one sequence of {least}; --max-model-len {held} fits"
     if problem:
         raise _refusal(budget, problem)
 

@@ -27,8 +27,6 @@ _RUNTIME_BYTES = {"cpu": 300 << 20, "cuda": 1 << 30}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """Memory shared by some ranks."""
-
     name: str
     available_bytes: int
     ranks: range
@@ -60,10 +58,10 @@ class CacheShape:
         if not self.groups.num_sliding:
             return ""
         groups, full = self.groups, self.groups.num_full * -(-num_tokens // BLOCK_SIZE)
-        return (
-            f"a sequence of {num_tokens} tokens takes {full} for layers that attend to all tokens and at most "
-            f"{self.blocks(num_tokens) - full} for those with a window of {groups.window} (a block: {BLOCK_SIZE} tokens, {groups.num_layers} layers)"
-        )
+        of_window = f"{self.blocks(num_tokens) - full} for those with a window of {groups.window}"
+        block = f"a block: {BLOCK_SIZE} tokens, {groups.num_layers} layers"
+        both = f"{full} for layers that attend to all tokens and at most {of_window}"
+        return f"a sequence of {num_tokens} tokens takes {both} ({block})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,14 +164,13 @@ def _rank_bytes(inputs: MemoryInputs, model: LlamaConfig, shard: Shard, weights:
         part, layers = inputs.parts_of_stages.shards[shard.rank], stages.of(stages.stage_of(shard.rank))
         of_stage = len(layers) * inputs.layer_block(model, part)
         adapted.append((stage_model(model, layers), part))
-    adapters = [adapter_bytes(*each, inputs.adapters, inputs.elem_bytes) for each in adapted if inputs.adapters]
     return RankBytes(
         weights=weights,
         activations=_activation_bytes(inputs, shard, len(part.mlp_columns), max_parts, has_head=model.has_head),
         runtime=_RUNTIME_BYTES[inputs.device],
         block=CacheShape.of(model, options, bounded=inputs.stages is None).groups.num_layers * layer_block + of_stage,
         buffer=NUM_BUFFERS * layer_block if options.kv_offload else 0,
-        adapters=sum(adapters),
+        adapters=sum(adapter_bytes(*each, inputs.adapters, inputs.elem_bytes) for each in adapted if inputs.adapters),
         feedback=inputs.feedback_elem_bytes * options.max_num_batched_tokens * model.hidden_size,
     )
 

@@ -48,8 +48,6 @@ _SLOWER_PACKED = 'packed weights save memory on a GPU and may cost time: docs/se
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The plan for the ranks, and its inputs."""
-
     plan: RunPlan
     layout: Layout
     budget: MemoryBudget
@@ -111,12 +109,10 @@ def prepare(
     draft = None if config.hosts.node_rank else open_draft(config, checkpoint, partial(fetching, name))
     if config.parallel.layout == "auto" and config.parallel.tp > 1 and link is not None:
         choice = settle(lambda room: choose_auto(config, checkpoint, formats, link, room, draft))
-    given, may_time = (
-        (config, checkpoint.config, formats, link),
-        config.parallel.dp > 1 and config.model.device != "cpu",
-    )
+    may_time = config.parallel.dp > 1 and config.model.device != "cpu"
     if may_time:
         display.stage(_TIMING, 0.0)
+    given = config, checkpoint.config, formats, link
     decision = decide(*given, files=files, model_id=fingerprint(checkpoint), choice=choice, draft=draft)
     if may_time:
         display.stage(_TIMING, 1.0)
@@ -142,17 +138,16 @@ def open_draft(
     draft = open_checkpoint(name, config.model.seed, progress=progress)
     tokens, others = (each.tokenizer().backend.get_vocab().items() for each in (draft, checkpoint))
     if unlike := min(((token_id, token) for token, token_id in tokens ^ others), default=None):
-        raise ValueError(
-            f"--draft-model {name}: its vocabulary is not that of {checkpoint.name}, from token {unlike[0]} on ({unlike[1]!r} in "
-            "one of them); give a model of the same vocabulary, such as a smaller one of the family"
-        )
+        which = f"is not that of {checkpoint.name}, from token {unlike[0]} on ({unlike[1]!r} in one of them)"
+        advice = "give a model of the same vocabulary, such as a smaller one of the family"
+        raise ValueError(f"--draft-model {name}: its vocabulary {which}; {advice}")
     if (made := draft.prepared) is not None:
         dtype = decide_setting(config, checkpoint.config).dtype
         if (made.tp, made.manifest.dtype) != (1, dtype):
-            raise ValueError(
-                f"--draft-model {name}: it was prepared for --tp {made.tp} in {made.manifest.dtype}, and rank 0 drafts with a whole "
-                f"model in {dtype}; make it with `tightwire prepare MODEL FOLDER --tp 1 --dtype {dtype}`"
-            )
+            needed = f"rank 0 drafts with a whole model in {dtype}"
+            advice = f"make it with `tightwire prepare MODEL FOLDER --tp 1 --dtype {dtype}`"
+            made_for = f"it was prepared for --tp {made.tp} in {made.manifest.dtype}"
+            raise ValueError(f"--draft-model {name}: {made_for}, and {needed}; {advice}")
     return draft
 
 
@@ -169,8 +164,7 @@ def decide(
 ) -> Decision:
     """Resolve every ``auto``. ValueError: an impossible split, device, dtype or size; says what is possible.
 
-    ``model_id``: the fingerprint of the model, to find what quantized sums cost it. ``choice``: of ``--layout auto``. ``draft``: see
-    ``open_draft``.
+    ``model_id``: the model's fingerprint, to find what quantized sums cost it. ``choice``: of ``--layout auto``.
     """
     if choice is not None:
         config = replace(config, parallel=replace(config.parallel, layout=choice.layout))
@@ -289,26 +283,22 @@ def _pools(config: ServeConfig, decided: DecidedSetting) -> list[Pool]:
     if decided.setting.device == "cpu":
         of_node = f" of node {node}" if hosts.several else ""
         shared = [Pool(name=f"host memory{of_node}", available_bytes=available_host_bytes(), ranks=own)]
-        each = [] if most_bytes is None else [(f"--device-memory of rank {rank}", most_bytes) for rank in own]
+        each = [(rank, f"--device-memory of rank {rank}", most_bytes) for rank in own if most_bytes is not None]
     else:
         limit, shared = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank", []
-        named = [(f"cuda:{rank} ({gpu.name}{limit})", gpu) for rank, gpu in zip(own, decided.gpus, strict=False)]
-        each = [(name, min(gpu.free_bytes, most_bytes or gpu.free_bytes)) for name, gpu in named]
-    alone = [range(rank, rank + 1) for rank in own]
-    return shared + [
-        Pool(name=name, available_bytes=n, ranks=rank) for (name, n), rank in zip(each, alone, strict=False)
-    ]
+        gpus = [(rank, gpu, gpu.free_bytes) for rank, gpu in zip(own, decided.gpus, strict=False)]
+        each = [(rank, f"cuda:{rank} ({gpu.name}{limit})", min(free, most_bytes or free)) for rank, gpu, free in gpus]
+    return shared + [Pool(name=name, available_bytes=n, ranks=range(rank, rank + 1)) for rank, name, n in each]
 
 
 def describe_draft(name: str, inputs: MemoryInputs) -> str:
     """Describe the model that drafts, for the log and for ``explain``."""
     own = rank_bytes(inputs, EVERYTHING_RESIDENT)[0]
     products = choose_activations("fastest", inputs.device, inputs.formats.packed)
-    return (
-        f"speculation: rank 0 drafts with {name} (made for {inputs.model.max_positions} tokens, activations in {products}), which takes "
-        f"{format_bytes(own.weights)} of weights and {format_bytes(own.activations)} of working space there, and a KV cache of as many "
-        "tokens; no rank sums or receives more for it"
-    )
+    model = f"{name} (made for {inputs.model.max_positions} tokens, activations in {products})"
+    memory = f"{format_bytes(own.weights)} of weights and {format_bytes(own.activations)} of working space there"
+    takes = f"takes {memory}, and a KV cache of as many tokens; no rank sums or receives more for it"
+    return f"speculation: rank 0 drafts with {model}, which {takes}"
 
 
 def plan_adapters(options: AdapterOptions, model: LlamaConfig) -> AdapterPlan | None:
@@ -331,7 +321,5 @@ def describe_adapters(plan: AdapterPlan, bytes_per_rank: Sequence[int]) -> str:
     """Describe the slots for the log and for ``explain``. ``bytes_per_rank``: what the slots take."""
     names = ", ".join(adapter.name for adapter in plan.loaded) or "none"
     sizes = " and ".join(dict.fromkeys(map(format_bytes, bytes_per_rank)))
-    return (
-        f"adapters: {plan.num_slots} slots for rank {plan.max_rank}, {sizes} a rank, loaded: {names}; the ranks' sums carry "
-        "no byte more"
-    )
+    slots = f"{plan.num_slots} slots for rank {plan.max_rank}, {sizes} a rank, loaded: {names}"
+    return f"adapters: {slots}; the ranks' sums carry no byte more"

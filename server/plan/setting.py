@@ -16,7 +16,7 @@ from tightwire.cuda_devices import CudaDevice, cuda_devices
 from tightwire.kernels.cpu.library import available
 from tightwire.model.checkpoint.config import LlamaConfig, check_context, check_ranks
 from tightwire.model.checkpoint.header import Sizes, check_name, read_sizes
-from tightwire.option import flag_of
+from tightwire.option import flag_of, naming
 from tightwire.server.config.parallel import CODED_DTYPE, POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 
@@ -84,10 +84,9 @@ def check_layout(config: ServeConfig, device: str, sizes: Sizes | LlamaConfig | 
         raise ValueError(f"--layout {layout} does not combine with {option}: {why}; leave one of them out")
     codec, name = parse_format(config.parallel.stage_codec), config.parallel.stage_codec
     if codec and sizes and sizes.hidden_size % codec.group_elems:
-        raise ValueError(
-            f"--stage-codec {name}: a row has {sizes.hidden_size} numbers, which are not whole groups of "
-            f"{codec.group_elems}, so a text would depend on its neighbours; give {name.split('-')[0]}-g64 or -g32"
-        )
+        row = f"a row has {sizes.hidden_size} numbers, which are not whole groups of {codec.group_elems}"
+        advice = f"so a text would depend on its neighbours; give {name.split('-')[0]}-g64 or -g32"
+        raise ValueError(f"--stage-codec {name}: {row}, {advice}")
 
 
 def obstacles(
@@ -130,13 +129,11 @@ def check_all_reduce_names(options: ParallelOptions) -> None:
     """Refuse, with a ValueError, unknown AllReduce names and unreadable policy files."""
     named = [("allreduce", options.allreduce), ("allreduce_decode", options.allreduce_decode)]
     for field, name in [*named, *(("allreduce_extra", name) for name in options.allreduce_extra)]:
-        try:
+        with naming(field):
             if isinstance(name, str) and name.startswith(POLICY_PREFIX) and field != "allreduce_decode":
                 read_policy_file(Path(name.removeprefix(POLICY_PREFIX)))
             elif isinstance(name, str):
                 split_name(name)
-        except ValueError as error:
-            raise ValueError(f"--{field.replace('_', '-')}: {error}") from None
 
 
 def requested_link(options: ParallelOptions) -> LinkFacts | None:
@@ -151,9 +148,8 @@ def choose_transport(
     asked = options.transport
     if (asked, device) in (("peer-memory", "cpu"), ("sockets", "cuda")):
         joins, there, other = ("GPUs", "the CPU", "cuda") if device == "cpu" else ("CPU processes", "CUDA", "cpu")
-        raise ValueError(
-            f"--transport {asked} connects {joins}, and the ranks run on {there}; leave it out, or use --device {other}"
-        )
+        why = f"--transport {asked} connects {joins}, and the ranks run on {there}"
+        raise ValueError(f"{why}; leave it out, or use --device {other}")
     if options.num_ranks == 1:
         return "none", ""
     over_wire = several_hosts or (link is not None and link.emulation == NAMESPACES)
@@ -198,10 +194,8 @@ def _choose_device(asked: str, options: ParallelOptions, num_hosts: int) -> tupl
     if device == "cuda" and num_ranks > len(gpus):
         replicas = f" --dp {options.dp}" if options.dp > 1 else ""
         fewer = "fewer of both, or --device cpu" if replicas else f"--tp {len(gpus)} or less, or --device cpu"
-        raise ValueError(
-            f"--tp {options.tp}{replicas} needs {num_ranks} CUDA devices, one per rank, and {len(gpus)} are visible"
-            f"{why and f' ({why})'}; use {fewer}"
-        )
+        needed = f"--tp {options.tp}{replicas} needs {num_ranks} CUDA devices, one per rank"
+        raise ValueError(f"{needed}, and {len(gpus)} are visible{why and f' ({why})'}; use {fewer}")
     if options.link is not None and device != "cpu":
         raise ValueError("--link emulates a wire between CPU ranks, and --device auto chose CUDA; give --device cpu")
     return device, gpus if device == "cuda" else ()
@@ -233,9 +227,8 @@ def choose_dtype(options: ModelOptions, model: LlamaConfig, device: str) -> str:
     # Packed numbers fit into float16, and CPU ranks add in float32; a sequence beyond its range ends with an error.
     if options.dtype == "float16" and model.dtype == "bfloat16" and not (model.packed_file and device == "cpu"):
         what = "sums of packed weights on CUDA need" if model.packed_file else "the checkpoint is in"
-        raise ValueError(
-            f"--dtype float16: {what} bfloat16, which has a larger range than float16; use --dtype bfloat16 or float32"
-        )
+        why = f"{what} bfloat16, which has a larger range than float16"
+        raise ValueError(f"--dtype float16: {why}; use --dtype bfloat16 or float32")
     if options.dtype != "auto":
         return options.dtype
     if device == "cpu":

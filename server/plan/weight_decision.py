@@ -26,9 +26,7 @@ _CACHE_SHARE = {"latency": 0.2, "throughput": 0.6}
 # Parts of a step that share one transfer of a layer. With more, steps of thousands of tokens delay decoding too long.
 _MAX_PARTS = {"latency": 1, "throughput": 16}
 # Bits per value of weights packed by ``--quantization``; codecs with the same names take 8.5 and 4.5.
-_PACKED_BITS = {
-    packed_as: f"{8 * packed.row_bytes(GROUP_ELEMS) / GROUP_ELEMS:g}" for packed_as, packed in QUANTIZED_AS.items()
-}
+_PACKED_BITS = {name: f"{8 * packed.row_bytes(GROUP_ELEMS) / GROUP_ELEMS:g}" for name, packed in QUANTIZED_AS.items()}
 # On GPUs shared layers must be so many times as fast, as noise would decide a tie, and leave this part of the cache for sequences.
 _LEAST_GAIN, _LEAST_CACHE = 1.2, 0.5
 # Share of the host's free memory for waiting layers; other programs and the page cache need the rest.
@@ -60,9 +58,8 @@ def as_prepared(config: ServeConfig, prepared: Prepared) -> ServeConfig:
     or_make = "or make another folder with `tightwire prepare`"
     tp, split = config.parallel.tp, config.parallel.tp_split
     if tp != prepared.tp:
-        raise ValueError(
-            f"{prepared.folder} is split over {prepared.tp} ranks; give --tp {prepared.tp} (got {tp}), {or_make}"
-        )
+        fix = f"give --tp {prepared.tp} (got {tp}), {or_make}"
+        raise ValueError(f"{prepared.folder} is split over {prepared.tp} ranks; {fix}")
     if (split or None) != (shares := prepared.manifest.shares or None):
         made_with = "none" if shares is None else ",".join(f"{share:g}" for share in shares)
         raise ValueError(f"{prepared.folder} was made with --tp-split {made_with}; give the same, {or_make}")
@@ -100,9 +97,8 @@ def decide_weights(
         plan = msgspec.structs.replace(EVERYTHING_RESIDENT, io=_how_to_read(inputs, files))
         return WeightDecision(plan=plan, budget=resident)
     if num_layers < LEAST_STREAMED:
-        raise refusal or ValueError(
-            f"--weights {options.weights}: this model has {num_layers} layers, which the two buffers hold; use --weights auto"
-        )
+        few = f"this model has {num_layers} layers, which the two buffers hold; use --weights auto"
+        raise refusal or ValueError(f"--weights {options.weights}: {few}")
     if files.prepared is None:
         dtype, codec = getattr(torch, inputs.dtype), weight_codec(options.weight_codec)
         packed = pack_model(inputs.model, inputs.layout.shards[0], inputs.formats, dtype, codec)
@@ -131,17 +127,14 @@ class _Streaming:
         """The decision. ``shared``: the replicas of a node keep a part of each streamed layer."""
         options, num_layers = self.options, self.inputs.model.num_layers
         sizes = self.inputs.weight_sizes(options.weight_codec) * self.inputs.num_replicas
-        origin = (
-            "files" if shared else self._origin(sum(size.per_pass(self._plan(num_layers, "host")) for size in sizes))
-        )
+        origin = "files" if shared else self._origin(sizes)
         every = self._budget_of_all(origin)
         num_streamed = options.stream_layers or num_layers
         if not LEAST_STREAMED <= num_streamed <= num_layers:
             raise ValueError(f"--stream-layers must be {LEAST_STREAMED} to {num_layers} (all), got {num_streamed}")
         if options.stream_layers is None and self.resident is None:
             num_streamed = self._fewest(origin, every.step_blocks)
-        plan = self._plan(num_streamed, origin)
-        budget = every
+        plan, budget = self._plan(num_streamed, origin), every
         if num_streamed < num_layers:
             budget = make_budget(self.inputs, plan, None if self.resident else 1.0)
         notes = _describe(plan, num_layers, sizes, self.inputs.device)
@@ -196,11 +189,10 @@ class _Streaming:
             if self.files.exist or self.inputs.device != "cpu" or origin != "host":
                 raise
             # Random weights are not in a file: streamed layers would wait in the memory that is too small for them.
-            encoded = self.options.weight_codec == "int4"
-            raise NotEnoughMemoryError(
-                f"{error}\nrandom weights are not in a file; `tightwire prepare` writes this model to a folder that can be "
-                "streamed from disk" + ("" if encoded else ", and --weight-codec int4 keeps waiting layers encoded")
-            ) from None
+            advice = "`tightwire prepare` writes this model to a folder that can be streamed from disk"
+            if self.options.weight_codec != "int4":
+                advice += ", and --weight-codec int4 keeps waiting layers encoded"
+            raise NotEnoughMemoryError(f"{error}\nrandom weights are not in a file; {advice}") from None
 
     def _fewest(self, origin: str, num_blocks: int) -> int:
         """The smallest number of streamed layers that leaves room for at least ``num_blocks`` cache blocks."""
@@ -214,16 +206,16 @@ class _Streaming:
             few, many = (few, middle) if enough else (middle, many)
         return many
 
-    def _origin(self, num_bytes: int) -> str:
+    def _origin(self, sizes: Sequence[WeightSizes]) -> str:
         """``host`` or ``disk``. On a CPU, host memory is device memory, so keeping layers there only helps if encoded."""
-        options, host_bytes, prepared = self.options, self.inputs.host_bytes, self.files.prepared
+        options, host_bytes, all_layers = self.options, self.inputs.host_bytes, self.inputs.model.num_layers
+        num_bytes = sum(size.per_pass(self._plan(all_layers, "host")) for size in sizes)
         fits = num_bytes <= host_bytes * _HOST_SHARE
         if options.stream_from == "host" and not fits:
-            raise ValueError(
-                f"--stream-from host: the layers take {format_bytes(num_bytes)} of the host's memory, of which "
-                f"{format_bytes(host_bytes)} are free; use --stream-from disk, or --weight-codec int8 or int4"
-            )
-        encodes = options.weight_codec != "none" and prepared is None
+            taken = f"{format_bytes(num_bytes)} of the host's memory, of which {format_bytes(host_bytes)} are free"
+            advice = "use --stream-from disk, or --weight-codec int8 or int4"
+            raise ValueError(f"--stream-from host: the layers take {taken}; {advice}")
+        encodes = options.weight_codec != "none" and self.files.prepared is None
         origin = options.stream_from
         if origin == "auto":
             useful = self.inputs.device == "cuda" or encodes or not self.files.exist
@@ -231,10 +223,9 @@ class _Streaming:
         if origin == "disk" and not self.files.exist:
             raise ValueError("random weights are in no file to stream; `tightwire prepare MODEL FOLDER` writes one")
         if origin == "disk" and encodes:
-            raise ValueError(
-                f"--weight-codec {options.weight_codec}: the files are not encoded; `tightwire prepare MODEL FOLDER "
-                f"--weight-codec {options.weight_codec}` writes encoded ones, or use --stream-from host"
-            )
+            asked = f"--weight-codec {options.weight_codec}"
+            advice = f"`tightwire prepare MODEL FOLDER {asked}` writes encoded ones, or use --stream-from host"
+            raise ValueError(f"{asked}: the files are not encoded; {advice}")
         return origin
 
 
@@ -254,23 +245,16 @@ def _describe(plan: WeightPlan, num_layers: int, sizes: Sequence[WeightSizes], d
         place = f"the {plan.ranks_per_node} replicas of a node, each with a part of every layer ({kept} a rank)"
     else:
         place = {"host": "host memory", "disk": "disk"}[plan.origin]
-    per_pass = [format_bytes(size.per_pass(plan)) for size in sizes]
-    resident = num_layers - len(plan.streamed)
-    lines = [
-        (
-            f"weights: embedding, head and {resident} of {num_layers} layers are resident; {len(plan.streamed)} stream "
-            f"from {place}{encoded}: {' and '.join(dict.fromkeys(per_pass))} a step and rank"
-        )
-    ]
+    per_pass = " and ".join(dict.fromkeys(format_bytes(size.per_pass(plan)) for size in sizes))
+    resident = f"embedding, head and {num_layers - len(plan.streamed)} of {num_layers} layers are resident"
+    lines = [f"weights: {resident}; {len(plan.streamed)} stream from {place}{encoded}: {per_pass} a step and rank"]
     if device == "cuda" and plan.source == "stream" and plan.origin == "host":
         on_host = sum(size.on_host(plan) for size in sizes)
         lines.append(f"host memory holds {format_bytes(on_host)} of layers over {len(sizes)} ranks")
     if device == "cpu" and plan.codec != "none":
-        lines.append(
-            f"note: on a CPU, decoding layers takes time from computing; --quantization {plan.codec} in place of "
-            f"--weight-codec {plan.codec} stores {_PACKED_BITS[plan.codec]} bits a number, which matrix products read "
-            "without decoding"
-        )
+        bits = f"{_PACKED_BITS[plan.codec]} bits a number, which matrix products read without decoding"
+        instead = f"--quantization {plan.codec} in place of --weight-codec {plan.codec} stores {bits}"
+        lines.append(f"note: on a CPU, decoding layers takes time from computing; {instead}")
     return tuple(lines)
 
 

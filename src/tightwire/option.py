@@ -7,10 +7,11 @@
 ``option_flags`` makes the flags of such a class, and reads them.
 """
 
+import contextlib
 import difflib
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, field, fields
 from typing import Any
 
@@ -72,6 +73,15 @@ def require(ok: bool, name: str, value: object, want: str) -> None:
     """Raise ValueError unless ``ok``: names the option's flag, its ``value`` and what it must be."""
     if not ok:
         raise ValueError(f"{flag_of(name)} must be {want}, got {value!r}")
+
+
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Put the option's flag before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{flag_of(name)}: {error}") from None
 
 
 def require_seconds(name: str, value: float) -> None:

@@ -145,4 +145,4 @@ async def answer(request: Request, serving: Serving, dialect_type: type[Dialect[
             sequences = await run_off_loop(lambda: make_sequences(body, model, prompts), size)
     except ApiError as error:
         raise dialect.in_own_words(error) from None
-    return await Answer(serving, dialect, sequences, trace).respond(request)
+    return await Answer(serving.engine, dialect, sequences, trace).respond(request)

@@ -30,12 +30,8 @@ from tightwire.server.ipc.messages import CommSetup
 
 _TRACE_DEFAULT_S = 2.0
 _TRACE_MAX_S = 30.0
-_TRACE_SECONDS = {
-    "name": "seconds",
-    "in": "query",
-    "description": "how long to record",
-    "schema": {"type": "number", "default": _TRACE_DEFAULT_S, "exclusiveMinimum": 0, "maximum": _TRACE_MAX_S},
-}
+_SECONDS = {"type": "number", "default": _TRACE_DEFAULT_S, "exclusiveMinimum": 0, "maximum": _TRACE_MAX_S}
+_TRACE_SECONDS = {"name": "seconds", "in": "query", "description": "how long to record", "schema": _SECONDS}
 _LINKS = {
     "/": "a playground, in a browser",
     "/dashboard": "load, latencies and communication, in a browser",

@@ -3,7 +3,6 @@
 import hashlib
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
@@ -26,33 +25,27 @@ _HEADERS = {
 }
 
 
-class WebFile(NamedTuple):
-    content: bytes
-    media_type: str
-    etag: str
-
-
 @cache
-def web_files() -> dict[str, WebFile]:
-    """The files that are served, by their path under server/web."""
-    root, found = Path(server.__path__[0]) / "web", dict[str, WebFile]()
+def web_files() -> dict[str, tuple[bytes, str, str]]:
+    """Content, media type and ETag of the files that are served, by their path under server/web."""
+    root, found = Path(server.__path__[0]) / "web", dict[str, tuple[bytes, str, str]]()
     for path in root.rglob("*"):
         if media_type := _TYPES.get(path.suffix):
             content = path.read_bytes()
             etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-            found[path.relative_to(root).as_posix()] = WebFile(content, media_type, etag)
+            found[path.relative_to(root).as_posix()] = content, media_type, etag
     return found
 
 
 def file_response(request: Request, path: str) -> Response:
     """A file of server/web; 304 if the browser has this version. HTTPException 404: there is no such file."""
-    found = web_files().get(path)
-    if found is None:
+    if path not in web_files():
         raise HTTPException(404)
-    headers = {"etag": found.etag, **_HEADERS}
-    if found.etag in request.headers.get("if-none-match", ""):
+    content, media_type, etag = web_files()[path]
+    headers = {"etag": etag, **_HEADERS}
+    if etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    return Response(found.content, headers=headers, media_type=found.media_type)
+    return Response(content, headers=headers, media_type=media_type)
 
 
 def pages_router() -> APIRouter:
