@@ -110,9 +110,7 @@ def _checked_places(header: GgufHeader, file: WeightFile) -> list[GgufTensor]:
             raise ValueError(f"tensor {place.name} has the unknown type {place.kind}") from None
         block_elems, block_bytes = GGML_QUANT_SIZES[kind]
         if 0 in place.dims or place.dims[0] % block_elems:
-            raise ValueError(
-                f"tensor {place.name} has rows of {place.dims[0]} numbers, in {kind.name}, of {place.dims}"
-            )
+            raise ValueError(f"tensor {place.name} has rows of {place.dims[0]} numbers in {kind.name}, of {place.dims}")
         if place.offset < end:
             raise ValueError(f"tensor {place.name} overlaps {found[-1].name}")
         end = place.offset + math.prod(place.dims) // block_elems * block_bytes

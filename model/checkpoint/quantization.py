@@ -53,9 +53,7 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     found = _PARSERS[method](stated)
     group = found.group_elems
     if group is not None and (group < _GROUP_ELEMS or group % _GROUP_ELEMS):
-        raise ModelError(
-            f"{method} with groups of {group} numbers is not supported; groups must be whole {_GROUP_ELEMS}s"
-        )
+        raise ModelError(f"{method} with groups of {group} numbers is not supported; supported: whole {_GROUP_ELEMS}s")
     if found.bits not in ((8,) if found.is_float else _BITS[found.layout]):
         kind = "floats of " if found.is_float else ""
         raise ModelError(f"{method} with {kind}{found.bits} bits is not supported; supported: {_SUPPORTED}")
