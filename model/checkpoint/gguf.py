@@ -48,9 +48,7 @@ class GgufFile:
         self.path = parts[0]
         absent = [part.name for part in parts if not part.is_file()]
         if absent and len(parts) > 1:
-            raise ModelError(
-                f"{path}: {len(absent)} of its {len(parts)} parts are missing in {path.parent}: {', '.join(absent[:9])}"
-            )
+            raise ModelError(f"{path}: {len(absent)} of its {len(parts)} parts are missing: {', '.join(absent[:9])}")
         self.tensors: dict[str, GgufTensor] = {}
         headers = [self._read_part(part, len(parts)) for part in parts]
         self.get = headers[0].get

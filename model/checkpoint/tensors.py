@@ -178,9 +178,7 @@ class PartsReader:
         if rows is None:
             return shape
         if shape != self._shapes[stored]:
-            raise ModelError(
-                f"tensor {stored} has shape {shape}, but the model's configuration requires {self._shapes[stored]}"
-            )
+            raise ModelError(f"tensor {stored} has shape {shape}, but the model requires {self._shapes[stored]}")
         return (len(rows), *shape[1:])
 
     def stored_as(self, name: str) -> str:

@@ -101,6 +101,4 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return msgspec.json.decode(body, type=Manifest)
     except msgspec.DecodeError as error:
-        raise ModelError(
-            f"{path}: does not have the fields that this version of Tightwire reads: {error}; {MAKE_AGAIN}"
-        ) from None
+        raise ModelError(f"{path}: lacks fields that this version of Tightwire reads: {error}; {MAKE_AGAIN}") from None
