@@ -96,9 +96,7 @@ class TtftOptions(OutputOptions):
         except ValueError as error:
             raise ValueError(f"--algorithms: {error}") from None
         if name.startswith("hierarchical") and max(self.nnodes, self.config.parallel.nodes) == 1:
-            raise ValueError(
-                f"--algorithms {name}: on one node this is two-shot; give --nodes, such as --tp 4 --nodes 2"
-            )
+            raise ValueError(f"--algorithms {name}: on one node this is two-shot; give --nodes, as --tp 4 --nodes 2")
 
     @classmethod
     def from_argv(cls, argv: Sequence[str], *, verb: str) -> Self:
