@@ -110,9 +110,7 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
             raise ModelError(f"{name}={str(value)[:80]} is not supported: {why}")
 
 
-def _modules(
-    settings: Mapping[str, Any], reader: SafetensorsReader, config: LlamaConfig
-) -> dict[str, tuple[int, float]]:
+def _modules(stated: Mapping[str, Any], reader: SafetensorsReader, config: LlamaConfig) -> dict[str, tuple[int, float]]:
     """Rank and scale of each module, from the file's tensors, all of which must be known and complete."""
     stored = {name.removesuffix(".weight"): shape for name, shape in stored_tensors(config).items()}
     shapes = {name: shape for name, shape in stored.items() if ".layers." in name and len(shape) == 2}
@@ -124,7 +122,7 @@ def _modules(
             raise ModelError(
                 f"tensor {name} is not supported; supported: lora_A and lora_B of {supported}, in {config.num_layers} layers"
             )
-        modules[match["module"]] = _rank_and_scale(settings, match["module"])
+        modules[match["module"]] = _rank_and_scale(stated, match["module"])
     if not modules:
         raise ModelError(f"{WEIGHTS_FILE} has no tensors")
     for module, (rank, _) in modules.items():
@@ -133,7 +131,7 @@ def _modules(
             name = f"{_PREFIX}{module}.lora_{half}.weight"
             if (shape := reader.shape(name)) != want:
                 raise ModelError(f"tensor {name} has shape {shape}; r and the model's configuration require {want}")
-    targets, with_tensors = settings.get("target_modules"), {module.rpartition(".")[2] for module in modules}
+    targets, with_tensors = stated.get("target_modules"), {module.rpartition(".")[2] for module in modules}
     for target in targets if isinstance(targets, list) else ():
         if target.rpartition(".")[2] not in with_tensors:
             what = f"{WEIGHTS_FILE} has no tensors of it; supported: {supported}"

@@ -72,7 +72,8 @@ def flag_of(name: str) -> str:
 def require(ok: bool, name: str, value: object, want: str) -> None:
     """Raise ValueError unless ``ok``: names the option's flag, its ``value`` and what it must be."""
     if not ok:
-        raise ValueError(f"{flag_of(name)} must be {want}, got {value!r}")
+        given = ",".join(map(str, value)) if isinstance(value, tuple) else repr(value)
+        raise ValueError(f"{flag_of(name)} must be {want}, got {given}")
 
 
 @contextlib.contextmanager

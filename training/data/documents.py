@@ -61,13 +61,19 @@ class Documents:
     text_key: str = "text"
     parted_by: str = "blank-line"
 
+    def __post_init__(self) -> None:
+        wrong = [path for path in self.files if path.name.lower().removesuffix(".gz").endswith(".json")]
+        if wrong and self.kind == "text":
+            advice = "give .jsonl, a line for each document, or rename it to .txt to learn it as it stands"
+            raise DataError(f"data: {wrong[0]} is JSON, and data.kind=text reads text and JSON lines; {advice}")
+
     def __iter__(self) -> Iterator[str]:
         return self.read(self.files)
 
     def read(self, files: Iterable[Path]) -> Iterator[str]:
         """The documents of ``files``; DataError: a file is unreadable or not UTF-8, or a line has no text."""
         for path in files:
-            opened = gzip.open if path.suffix == ".gz" else open
+            opened = gzip.open if path.suffix.lower() == ".gz" else open
             try:
                 with opened(path, "rt", encoding="utf-8-sig") as lines:  # without the mark that some editors begin with
                     yield from self._documents(path, lines)
@@ -83,7 +89,7 @@ class Documents:
                 value = value if isinstance(value, dict) else {}
                 check(value, line.place) if check else check_messages(value.get("messages"), line.place)
                 yield line
-        elif ".jsonl" in path.suffixes:
+        elif {".jsonl", ".ndjson"} & {suffix.lower() for suffix in path.suffixes}:
             yield from _json_texts(path, lines, self.text_key)
         elif self.parted_by == "file":
             text = lines.read()
@@ -226,9 +232,7 @@ def check_preference(value: Mapping[str, Any], place: str) -> None:
     parts: list[Any] = [value.get(key) for key in ("prompt", "chosen", "rejected")]
     prompt, *answers = parts
     if not all(isinstance(part, list) and part for part in parts):
-        raise DataError(
-            f"{place}: must have lists of messages under prompt, chosen and rejected (found: {', '.join(value)})"
-        )
+        raise DataError(f"{place}: needs messages under prompt, chosen and rejected (found: {', '.join(value)})")
     for answer in answers:
         check_messages([*prompt, *answer], place)
         if answer[-1]["role"] != "assistant":

@@ -72,9 +72,7 @@ class StartingModel:
         ids = [*self.tokenizer.eos_token_ids, self.tokenizer.bos_token_id]
         known = [token for token in ids if token is not None]
         if not known:
-            raise ValueError(
-                f"{self.name}: its tokenizer has no end-of-text or beginning-of-text token; use another tokenizer"
-            )
+            raise ValueError(f"{self.name}: its tokenizer has no end-of-text or beginning-of-text token; use another")
         return known[0]
 
     def read(self, name: str) -> Tensor:

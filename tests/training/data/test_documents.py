@@ -59,6 +59,21 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, word
         list(Documents(files=(tmp_path / name,)))
 
 
+@pytest.mark.parametrize("name", ["a.json", "A.JSON", "a.json.gz"])
+def test_json_is_not_learned_as_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('[{"text": "one"}]')
+    with pytest.raises(DataError, match=f"{name} is JSON, and data.kind=text reads text and JSON lines; give .jsonl"):
+        Documents(files=(tmp_path / name,))
+    assert Documents(files=(tmp_path / name,), kind="chat").files
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.jsonl.GZ"])
+def test_json_lines_have_several_endings(tmp_path: Path, name: str) -> None:
+    content = b'{"text": "one"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    assert list(Documents(files=(tmp_path / name,))) == ["one"]
+
+
 def test_a_pattern_without_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file matches"):
         find_files([f"{tmp_path}/*.txt"])
