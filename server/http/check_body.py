@@ -117,7 +117,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     if not raw:
         raise invalid("the body is empty; send a JSON object", code="invalid_json")
     try:
-        fields = msgspec.json.decode(raw)
+        fields = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"))  # Windows writes a byte order mark
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
