@@ -502,8 +502,15 @@ async def test_body_limit_counts_what_arrives(engine: FakeEngine) -> None:
 
 
 async def test_routes_that_do_not_exist(client: httpx.AsyncClient) -> None:
+    routes = (await client.get("/openapi.json")).json()["paths"]
+    listed = ", ".join(route for route in routes if route.startswith("/v1/"))
+    there = f"; this server has {listed}, and others that GET /openapi.json lists"
     for path, hint in {
-        "/v1/elsewhere/entirely": "; GET /openapi.json lists the routes",
+        "/v1/moderations": there,
+        "/v1/images/generations": there,
+        "/v1/conversations": there,
+        "/version/": "; leave out the slash at the end: /version",
+        "/versoin": "; did you mean '/version'?",
         "/v1/completions/": "; leave out the slash at the end: /v1/completions",
         "/chat/completions": "; did you mean /v1/chat/completions? The base URL of OpenAI's clients ends in /v1",
         "/models/": "; did you mean /v1/models? The base URL of OpenAI's clients ends in /v1",
