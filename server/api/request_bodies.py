@@ -49,7 +49,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": (("medium",), "the served models have no verbosity to set"),
     "web_search_options": ((), "this server does not search the web"),
     "moderation": ((), "this server does not moderate"),
-    "best_of": ((1,), "best_of is not supported; use n, logprobs, and pick the best answer yourself"),
+    "best_of": ((1,), "use n, logprobs, and pick the best answer yourself"),
     "suffix": (("",), "insertion before a suffix is not supported"),
     **UNSUPPORTED_EXTENSIONS,
 }

@@ -72,7 +72,7 @@ def check_fields(fields: dict[str, Any], kind: type[BodyT]) -> BodyT:
         raise invalid("the body is nested too deeply") from None
     for path, name, value in _extra_fields(body):
         neutral, advice = kind.unsupported.get(name, ((value,), ""))
-        if not any(value == allowed and type(value) is type(allowed) for allowed in neutral):
+        if not any(value == allowed and isinstance(value, bool) is isinstance(allowed, bool) for allowed in neutral):
             raise invalid(f"{path}={_short(value)} is not supported: {advice}", path, code="unsupported_parameter")
     return body
 

@@ -284,6 +284,12 @@ def test_unsupported_fields_accept_only_neutral_values(name: str) -> None:
         check_fields({"prompt": "a", name: ["something"]}, CompletionBody)
 
 
+def test_a_neutral_number_may_be_a_float_but_no_boolean() -> None:
+    assert check_fields({"prompt": "a", "best_of": 1.0}, CompletionBody).n == 1
+    with pytest.raises(ApiError, match="best_of=True is not supported: use n"):
+        check_fields({"prompt": "a", "best_of": True}, CompletionBody)
+
+
 def test_tool_messages_keep_what_templates_use() -> None:
     message = Message.model_validate({"role": "tool", "content": "4", "tool_call_id": "x"})
     assert message.to_template() == {"role": "tool", "content": "4", "tool_call_id": "x"}
