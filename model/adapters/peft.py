@@ -22,7 +22,7 @@ from tightwire.model.checkpoint.safetensors import SafetensorsReader
 from tightwire.model.checkpoint.tensors import StackedParts, stored_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."  # of tensor names
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
 # Fields that do not change how the adapter is applied, or that are read here. Any other field must be off.
 _HARMLESS = {
@@ -67,7 +67,7 @@ class AdapterFile:
         start = 0 if part is None else part.start
         rank, scale = self.modules[module]
         a_RD, b_OR = torch.empty(rank, len(columns)), torch.empty(len(rows), rank)
-        half, stored = f"{_PREFIX}{module}.lora", range(rows.start + start, rows.stop + start)
+        half, stored = f"{PREFIX}{module}.lora", range(rows.start + start, rows.stop + start)
         self.reader.read_into(a_RD, f"{half}_A.weight", rows=range(rank), columns=columns)
         self.reader.read_into(b_OR, f"{half}_B.weight", rows=stored)
         return a_RD, b_OR * scale
@@ -128,7 +128,7 @@ def _modules(stated: Mapping[str, Any], reader: SafetensorsReader, config: Llama
     for module, (rank, _) in modules.items():
         num_outputs, num_inputs = shapes[module]
         for half, want in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
-            name = f"{_PREFIX}{module}.lora_{half}.weight"
+            name = f"{PREFIX}{module}.lora_{half}.weight"
             if (shape := reader.shape(name)) != want:
                 raise ModelError(f"tensor {name} has shape {shape}; r and the model's configuration require {want}")
     targets, with_tensors = stated.get("target_modules"), {module.rpartition(".")[2] for module in modules}
