@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -206,9 +207,23 @@ def test_no_variable_of_the_user_starts_threads_before_the_fork(monkeypatch: pyt
     assert processes._environment(2, "")["OPENBLAS_NUM_THREADS"] == "1"
 
 
-def test_an_import_that_ends_before_it_is_asked_anything_is_an_exit() -> None:
-    with Ranks(2, ("true",)) as ranks:
+def test_what_ranks_import_starts_no_thread_and_opens_no_gpu() -> None:
+    look = "print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized())"
+    command = [sys.executable, "-c", f"import os, torch, tightwire.server.ranks.rank_main; {look}"]
+    told = subprocess.run(command, env=processes._environment(1, ""), capture_output=True, text=True, check=True)
+    assert told.stdout == "1 False\n"
+
+
+def test_an_import_that_ends_before_it_is_told_anything_is_an_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    with Ranks(2, ("false",)) as ranks:
         assert asyncio.run(ranks.wait(20))
+        assert [end.result() for end in ranks._exits.values()] == [1, 1]
 
 
 def test_work_is_handed_out_before_a_rank_can_read_it() -> None:
