@@ -4,6 +4,7 @@ So a host imports once for all its ranks, which share the memory of what is impo
 they are children of its parent. Only the thread that forks exists in them, so nothing that is imported may start one.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -50,7 +51,8 @@ def main(import_body: Callable[[], Body] = _import_body) -> int:
         if not os.fork():
             for fd in set[int]().union(*(each.fds for each in identities)) - identity.fds:
                 os.close(fd)
-            os.write(identity.work_fd, b"%d" % os.getpid())
+            with contextlib.suppress(BrokenPipeError):  # the parent has died
+                os.write(identity.work_fd, b"%d" % os.getpid())
             return _run_rank(identity, imported) if await_adoption(own_id, identity.parent_pid) else 1
     return 0
 

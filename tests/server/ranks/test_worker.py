@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from tightwire.comm.ledger.recording import clock_name
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Record, Recorded, Stage
-from tightwire.server.plan.rank_setup import RankWork, RunPlan
+from tightwire.server.plan.rank_setup import RankIdentity, RankWork, RunPlan
 from tightwire.server.ranks import processes
 from tightwire.server.ranks.processes import Ranks
 
@@ -224,6 +225,18 @@ def test_an_import_that_ends_before_it_is_told_anything_is_an_exit(monkeypatch: 
     with Ranks(2, ("false",)) as ranks:
         assert asyncio.run(ranks.wait(20))
         assert [end.result() for end in ranks._exits.values()] == [1, 1]
+
+
+def test_a_rank_that_is_forked_when_the_parent_has_just_died_says_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    names = {"to_parent": "", "inboxes": (), "reporter": "", "store_port": 0, "store_fd": None}
+    identity = RankIdentity(rank=0, world_size=1, parent_pid=os.getpid(), work_fd=theirs.fileno(), **names)
+    command, line = [sys.executable, rank_bodies.__file__, "tell"], msgspec.json.encode([identity]) + b"\n"
+    with theirs:
+        given = {"input": line, "pass_fds": (theirs.fileno(),), "env": processes._environment(1, "")}
+        told = subprocess.run(command, **given, stderr=subprocess.PIPE, check=True)
+    assert told.stderr == b""
 
 
 def test_work_is_handed_out_before_a_rank_can_read_it() -> None:
