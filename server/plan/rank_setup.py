@@ -22,7 +22,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     to_parent: str  # zmq address of the parent's inbox, shared by all ranks
     inboxes: tuple[str, ...]  # zmq address of each rank's inbox; rank 0 sends plans to the others'
     reporter: str  # zmq address where this rank's reporter listens to the parent
-    work_fd: int  # the pipe with its work, which ends when the parent does
+    work_fd: int  # the socket that brings its work, and ends when the parent does
     store_port: int  # of the rendezvous store
     store_fd: int | None  # rank 0 only: the socket already listening on that port
     segment_fd: int | None = None  # memory shared by all ranks; None: unavailable
@@ -46,13 +46,6 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
         """The file descriptors that this rank gets from its parent."""
         segments = self.segment_fd, self.node_segment_fd, self.replica_segment_fd, self.peer_segment_fd
         return {fd for fd in (self.work_fd, self.store_fd, *segments) if fd is not None}
-
-
-class RanksToFork(msgspec.Struct, frozen=True):
-    """The ranks of a host, and the pipe through which their parent is told the ids of their processes, in order."""
-
-    identities: tuple[RankIdentity, ...]
-    ids_fd: int
 
 
 class NamedPolicy(msgspec.Struct, frozen=True):
@@ -136,7 +129,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankWork(msgspec.Struct, frozen=True, kw_only=True):
-    """The second line. ``location`` opens the model without network access. ``inboxes``: as they are on several hosts."""
+    """What a rank runs. ``location`` opens the model without network access. ``inboxes``: as they are on several hosts."""
 
     location: str
     config: ServeConfig

@@ -56,12 +56,13 @@ class Watch:
         *,
         rank_timeout_s: float,
         step_timeout_s: float,
+        forks: int = 0,
         tp: int = 1,
         num_replicas: int = 1,
         node_of: Callable[[int], str] = lambda rank: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``pids``: the process of each rank, which may change until the rank is heard; 0 for one of another host. ``tp``: ranks of a replica. ``node_of``: the name of a rank's host; empty if there is one."""
+        """``pids``: the process of each rank, that of ``forks`` until it is forked; 0 for one of another host. ``tp``: ranks of a replica. ``node_of``: the name of a rank's host; empty if there is one."""
         self.serving = False
         self.reason: str | None = None
         self._rank_timeout_s, self._step_timeout_s = rank_timeout_s, step_timeout_s
@@ -69,7 +70,7 @@ class Watch:
         self._clock, self._last_check = clock, clock()
         self._first_sign_s = float("inf")  # when the first exit or failure was seen
         self._moved_s: float | None = None  # when a rank last did a part of a stage, after ``begin_loading``
-        self._node_of, self._pids = node_of, pids
+        self._node_of, self._pids, self._forks = node_of, pids, forks
         self._ranks = {
             rank: _Rank(pid, clock(), Heartbeat(rank=rank, step=-1, doing=_IMPORTING, busy_s=0.0))
             for rank, pid in pids.items()
@@ -83,7 +84,7 @@ class Watch:
                 rank.moved_s = 0.0
             elif (message.num_collectives, message.num_fetched) != (rank.beat.num_collectives, rank.beat.num_fetched):
                 rank.moved_s = message.busy_s
-            rank.heard_s, rank.beat, rank.pid = self._clock(), message, self._pids[message.rank]
+            rank.heard_s, rank.beat = self._clock(), message
         elif isinstance(message, Ready):
             # The last heartbeat may be from a long warm-up, which has no time limit.
             rank = self._ranks[message.rank]
@@ -124,6 +125,10 @@ class Watch:
             for rank in self._ranks.values():
                 rank.heard_s = now
         self._last_check = now
+        for number, rank in self._ranks.items():
+            rank.pid = self._pids[number]
+            if rank.pid != self._forks and rank.beat.doing == _IMPORTING:
+                rank.heard_s, rank.beat = now, msgspec.structs.replace(rank.beat, doing="starting")
         if self.reason is None:
             self.reason = self._verdict(now)
         return self.reason

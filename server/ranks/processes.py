@@ -10,10 +10,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 import msgspec
 
@@ -26,7 +24,7 @@ from tightwire.kernels.cpu.library import available
 from tightwire.parent_death import adopt_orphans, die_with_parent, ignore_terminal_signals
 from tightwire.server.hosts.place import HostPlace, listen
 from tightwire.server.ipc.channels import make_address
-from tightwire.server.plan.rank_setup import RankIdentity, RanksToFork, RankWork
+from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 
 # Not imported here: it imports torch, and the ranks must start before that.
 WORKER = (sys.executable, "-m", f"{__package__}.worker")
@@ -81,13 +79,11 @@ class Ranks:
         identities: list[RankIdentity] = []
         # The store's socket listens before any rank runs, so that no rank connects too early or finds the port taken.
         with self._open_store() as listener:
-            works = [os.pipe() for _ in self.numbers]
-            self._works = [os.fdopen(write, "wb") for _, write in works]
-            told_fd, ids_fd = os.pipe()
-            for rank, (work_fd, _) in zip(self.numbers, works, strict=True):
+            pairs = [socket.socketpair() for _ in self.numbers]  # each rank tells its process id, and reads its work
+            for rank, (_, theirs) in zip(self.numbers, pairs, strict=True):
                 node = rank * num_nodes // world_size
                 parts = (0, node, rank // tp, node * tp + rank % tp)
-                fds = {"work_fd": work_fd}
+                fds = {"work_fd": theirs.fileno()}
                 for (kind, size), part in zip(sizes.items(), parts, strict=False):
                     if size > 1:
                         if (kind, part) not in segments:
@@ -95,42 +91,39 @@ class Ranks:
                         fds[kind] = segments[kind, part]
                 identities.append(self._identity(rank, listener, fds))
             adopt_orphans(True)
-            given = set[int]().union(*(each.fds for each in identities))
-            self._fork_server = subprocess.Popen(
+            self.fork_server = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 env=_environment(per_host, "" if place is None else place.interface),
-                pass_fds=(ids_fd, *given),
+                pass_fds=tuple(set[int]().union(*(each.fds for each in identities))),
                 preexec_fn=_begin,  # noqa: PLW1509 - a few system calls, and no other thread runs yet
             )
-        for fd in (ids_fd, *segments.values(), *(read for read, _ in works)):
+        for fd in (*segments.values(), *(theirs.detach() for _, theirs in pairs)):
             os.close(fd)  # the ranks hold their own copies
         # The process ids of this host's ranks, by rank; as long as a rank is not forked, that of the process that forks it.
-        self.pids = dict.fromkeys(self.numbers, self._fork_server.pid)
-        self._exits: dict[int, Future[int]] = {rank: Future() for rank in self.numbers}
+        self.pids = dict.fromkeys(self.numbers, self.fork_server.pid)
+        self._works = dict(zip(self.numbers, (ours for ours, _ in pairs), strict=True))
+        self._exits = {rank: futures.Future[int]() for rank in self.numbers}
         self._killed = False
-        assert self._fork_server.stdin is not None, "a pipe was asked for"
-        with self._fork_server.stdin as pipe:
-            _tell(pipe, RanksToFork(tuple(identities), ids_fd))
-        threading.Thread(target=self._collect, args=(told_fd,), daemon=True).start()
-
-    def _collect(self, told_fd: int) -> None:
-        """Take the ranks over from the process that forks them, and wait for each."""
-        with open(told_fd, "rb") as told:
-            forked = dict(zip(self.numbers, map(int, told), strict=False))
-        code = self._fork_server.wait()  # from now on they are children of this process
-        adopt_orphans(False)
-        self.pids.update(forked)
+        assert self.fork_server.stdin is not None, "a pipe was asked for"
+        with contextlib.suppress(BrokenPipeError), self.fork_server.stdin as pipe:
+            pipe.write(_line(identities))
         for rank in self.numbers:
-            if rank not in forked:
-                self._exits[rank].set_result(code)
-            else:
-                threading.Thread(target=self._await_exit, args=(rank,), daemon=True).start()
-        if self._killed:
-            self.begin_kill()
+            threading.Thread(target=self._await_exit, args=(rank,), daemon=True).start()
 
     def _await_exit(self, rank: int) -> None:
-        self._exits[rank].set_result(os.waitstatus_to_exitcode(os.waitpid(self.pids[rank], 0)[1]))
+        """Take a rank over from the process that forks it, and wait for its end."""
+        with contextlib.suppress(ConnectionResetError, ValueError):  # it is not forked
+            self.pids[rank] = int(self._works[rank].recv(32))
+        if self._killed:
+            self.begin_kill()
+        code = self.fork_server.wait()  # from now on the rank is a child of this process
+        adopt_orphans(False)
+        if self.pids[rank] != self.fork_server.pid:
+            code = 1  # if nobody knows: SIGCHLD is ignored, or the kernel has made another process the parent
+            with contextlib.suppress(ChildProcessError):
+                code = os.waitstatus_to_exitcode(os.waitpid(self.pids[rank], 0)[1])
+        self._exits[rank].set_result(code)
 
     def __enter__(self) -> Self:
         return self
@@ -175,26 +168,21 @@ class Ranks:
         )
 
     def hand_out(self, work: RankWork) -> None:
-        """Send every rank its work. A rank that has died is noticed by its exit, not here."""
-        for pipe in self._works:
-            _tell(pipe, work)
+        """Send every rank its work, which it reads when it is forked. A rank that has died is noticed by its exit, not here."""
+        for own in self._works.values():
+            threading.Thread(target=_send, args=(own, _line(work)), daemon=True).start()
 
     def on_exit(self, loop: asyncio.AbstractEventLoop, callback: Callable[[int, int], None]) -> None:
         """Call ``callback(rank, exit code)`` on ``loop`` as soon as a process ends; negative codes are signals."""
-
-        def tell(rank: int, end: Future[int]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(callback, rank, end.result())
-
         for rank, end in self._exits.items():
-            end.add_done_callback(partial(tell, rank))
+            asyncio.wrap_future(end, loop=loop).add_done_callback(lambda done, rank=rank: callback(rank, done.result()))
 
     def begin_kill(self) -> None:
         """Send SIGKILL to all ranks, stopped ones too."""
         self._killed = True
-        self._fork_server.kill()
+        self.fork_server.kill()
         for rank, end in self._exits.items():
-            if self.pids[rank] != self._fork_server.pid and not end.done():
+            if self.pids[rank] != self.fork_server.pid and not end.done():
                 with contextlib.suppress(ProcessLookupError):  # it ends at this moment
                     os.kill(self.pids[rank], signal.SIGKILL)
 
@@ -203,24 +191,22 @@ class Ranks:
         self.begin_kill()
         # A process in an uninterruptible read from a dead file server cannot be reaped; the kernel ends it later.
         futures.wait(self._exits.values(), timeout=5)
-        for pipe in self._works:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+        for own in self._works.values():
+            own.close()
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether all ranks exit on their own within ``timeout_s``."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while not all(end.done() for end in self._exits.values()):
-            if asyncio.get_running_loop().time() > deadline:
-                return False
-            await asyncio.sleep(0.02)
-        return True
+        ends = map(asyncio.wrap_future, self._exits.values())
+        return not (await asyncio.wait(ends, timeout=timeout_s))[1]
 
 
-def _tell(pipe: IO[bytes], message: msgspec.Struct) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        pipe.write(msgspec.json.encode(message) + b"\n")
-        pipe.flush()
+def _line(message: object) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+def _send(own: socket.socket, line: bytes) -> None:
+    with contextlib.suppress(OSError):  # the rank has ended
+        own.sendall(line)
 
 
 def _begin() -> None:
@@ -240,9 +226,9 @@ def _environment(num_local: int, interface: str) -> dict[str, str]:
         **dict.fromkeys(_THREAD_VARIABLES, threads),
         # Of the store: the C++ stack when rank 0 has ended before a rank asks who failed, and clients' names without DNS.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "OPENBLAS_NUM_THREADS": "1",  # NumPy would start threads when it is imported, which no forked rank has
         "GOMP_SPINCOUNT": "40000",  # 2 ms, not 16, of threads without work, which keep ranks from cores that drafts used
         **os.environ,
+        "OPENBLAS_NUM_THREADS": "1",  # NumPy would start threads when it is imported, which no forked rank has
         # Ranks run the parent's own code, even if it is not installed.
         "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")])),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the device order of the memory budget

@@ -52,6 +52,7 @@ class RankedEngine:
             ChainMap(ranks.pids, dict.fromkeys(self.hosts.watched, 0)),
             rank_timeout_s=config.timeouts.rank_timeout_s,
             step_timeout_s=config.timeouts.step_timeout_s,
+            forks=ranks.fork_server.pid,
             tp=config.parallel.tp,
             num_replicas=config.parallel.dp,
             node_of=self.hosts.node_of,

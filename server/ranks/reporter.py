@@ -17,7 +17,7 @@ from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.messages import FromRank, Heartbeat, Hush, Record, Recorded, Stage, ToReporter
 
 HEARTBEAT_PERIOD_S = 0.5
-_LINGER_MS = 2000  # for the last messages of a failing rank
+_LINGER_MS = 60_000  # for the last messages of a failing rank, to a parent that may still be importing
 _MIN_PROGRESS_STEP = 0.02
 _EVENTS_PER_PART = 4096  # about a millisecond to encode, during which the rank's other threads wait
 
@@ -77,7 +77,7 @@ class Reporter:
         self._socket.send(self._encoder.encode(message))
 
     def close(self) -> None:
-        """Send what is queued, for at most two seconds."""
+        """Send what is queued, for at most a minute."""
         waker = connect_sender(self._context, self._inbox_address)
         waker.send(self._encoder.encode(Hush()))
         self._thread.join(timeout=2 * HEARTBEAT_PERIOD_S)

@@ -4,6 +4,7 @@ So a host imports once for all its ranks, which share the memory of what is impo
 they are children of its parent. Only the thread that forks exists in them, so nothing that is imported may start one.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -21,7 +22,7 @@ from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.parent_death import await_adoption, die_at_end_of_stdin, end_stopped_parent
 from tightwire.progress import importing
 from tightwire.server.ipc.messages import Failed
-from tightwire.server.plan.rank_setup import RankIdentity, RanksToFork, RankWork
+from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks.reporter import Reporter
 
 # Errors whose message alone tells the user what to do about a file, a disk or an option. Others get a traceback.
@@ -40,18 +41,19 @@ def _import_body() -> Body:
 
 def main(import_body: Callable[[], Body] = _import_body) -> int:
     """Fork the ranks, or run one to its end, in a process that was forked. ``import_body``: tests have their own."""
-    ranks, own_id = _read_line(RanksToFork), os.getpid()
+    identities, own_id = _read_line(tuple[RankIdentity, ...]), os.getpid()
     with importing():
         try:
             imported = import_body()
         except BaseException as error:  # noqa: BLE001 - each rank tells it to the parent
             imported = error
-    for identity in ranks.identities:
-        if not (process_id := os.fork()):
-            for fd in {ranks.ids_fd}.union(*(each.fds for each in ranks.identities)) - identity.fds:
+    for identity in identities:
+        if not os.fork():
+            for fd in set[int]().union(*(each.fds for each in identities)) - identity.fds:
                 os.close(fd)
+            with contextlib.suppress(BrokenPipeError):  # the parent has died
+                os.write(identity.work_fd, b"%d" % os.getpid())
             return _run_rank(identity, imported) if await_adoption(own_id, identity.parent_pid) else 1
-        os.write(ranks.ids_fd, b"%d\n" % process_id)
     return 0
 
 
@@ -95,12 +97,12 @@ def _run_rank(identity: RankIdentity, imported: Body | BaseException) -> int:
 def _read_line(kind: type[_T]) -> _T:
     line = sys.stdin.buffer.readline()
     if not line.endswith(b"\n"):
-        os._exit(1)  # the pipe ended: the parent is gone
+        os._exit(1)  # standard input ended: the parent is gone
     return msgspec.json.decode(line, type=kind)
 
 
 def _listen_to_parent(work: queue.SimpleQueue[RankWork]) -> None:
-    """Read the work, then wait for the end of the pipe, which means that the parent is gone."""
+    """Read the work, then wait for the end of standard input, which means that the parent is gone."""
     work.put(_read_line(RankWork))
     die_at_end_of_stdin()
 

@@ -1,6 +1,8 @@
 """Ranks without a model: ``python rank_bodies.py NAME`` is a rank process whose body is the function NAME below."""
 
+import contextlib
 import os
+import socket
 import sys
 import time
 
@@ -22,12 +24,17 @@ def tell(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
 
 
 def descend(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
-    """Say which process imported the body, whose child this one is, and how many pipes it has beside its output."""
-    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd") if int(fd) not in (1, 2)]
-    num_pipes = sum(os.path.exists(link) and os.readlink(link).startswith("pipe:") for link in links)
-    for text in (str(imported_by), str(os.getppid()), str(num_pipes)):
+    """Say which process imported the body, whose child this one is, and how many sockets of a pair it has."""
+    for text in (str(imported_by), str(os.getppid()), str(sum(map(_is_of_pair, os.listdir("/proc/self/fd"))))):
         with reporter.stage(text):
             pass
+
+
+def _is_of_pair(fd: str) -> bool:
+    """Whether it is a connected socket, and neither end has a name."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as each:
+        return not each.getpeername() and not each.getsockname()
+    return False
 
 
 def sleep(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:

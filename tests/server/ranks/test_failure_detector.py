@@ -135,8 +135,8 @@ def test_silence_while_loading_is_borne_longer(watch: Watch, clock: Clock) -> No
     assert watch.reason is not None
 
 
-def test_a_rank_that_is_not_forked_cannot_be_heard(watch: Watch, clock: Clock) -> None:
-    watch.serving = False
+def test_a_rank_that_is_not_forked_cannot_be_heard(clock: Clock) -> None:
+    watch = Watch({0: 22, 1: 22}, rank_timeout_s=10, step_timeout_s=120, forks=22, clock=clock)
     pass_time(watch, clock, 600)
     assert watch.check() is None
     watch.exited(1, -signal.SIGKILL)
@@ -144,14 +144,17 @@ def test_a_rank_that_is_not_forked_cannot_be_heard(watch: Watch, clock: Clock) -
     assert reason is not None and "rank 1 (pid 22) was killed by SIGKILL (out of memory?) while: importing" in reason
 
 
-def test_a_rank_is_named_with_the_process_that_was_forked(clock: Clock) -> None:
+def test_a_rank_that_is_forked_is_named_with_its_process_and_must_be_heard(clock: Clock) -> None:
     pids = {0: 11, 1: 11}
-    watch = Watch(pids, rank_timeout_s=10, step_timeout_s=120, clock=clock)
+    watch = Watch(pids, rank_timeout_s=10, step_timeout_s=120, forks=11, clock=clock)
+    pass_time(watch, clock, 600)
     pids[1] = 33
-    beat(watch, 1)
-    watch.exited(1, -signal.SIGKILL)
+    pass_time(watch, clock, 119)
+    assert watch.check() is None
+    pass_time(watch, clock, 2)
     reason = watch.check()
-    assert reason is not None and reason.startswith("rank 1 (pid 33) was killed")
+    assert reason is not None and reason.startswith("rank 1 (pid 33) has been silent for")
+    assert "last seen at: starting (rank 0: importing PyTorch)" in reason
 
 
 def test_a_watcher_that_was_stopped_itself_blames_nobody(watch: Watch, clock: Clock) -> None:
@@ -284,9 +287,7 @@ def test_a_host_with_one_replica_of_several_names_its_ranks(clock: Clock) -> Non
     watch = Watch({1: 22}, rank_timeout_s=10, step_timeout_s=120, num_replicas=2, clock=clock)
     assert watch.describe() == "rank 1 (replica 1): importing PyTorch"
     watch.exited(1, -signal.SIGKILL)
-    assert (
-        watch.check() == "rank 1 (replica 1) (pid 22) was killed by SIGKILL (out of memory?) while: importing PyTorch"
-    )
+    assert watch.check() == "rank 1 (replica 1) (pid 22) was killed by SIGKILL (out of memory?) while: starting"
 
 
 def test_a_rank_of_another_host_is_named_with_its_node(clock: Clock) -> None:

@@ -18,7 +18,7 @@ _RANK = """
 import sys, time, msgspec, zmq
 from tightwire.server.ipc.channels import connect_sender
 from tightwire.server.ipc.messages import Stage
-address = msgspec.json.decode(sys.stdin.readline())["identities"][0]["to_parent"]
+address = msgspec.json.decode(sys.stdin.readline())[0]["to_parent"]
 context = zmq.Context()
 sender = connect_sender(context, address)
 sender.send(msgspec.msgpack.encode(Stage(rank=0, name="import", fraction=0.0)))

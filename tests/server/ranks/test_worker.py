@@ -1,11 +1,16 @@
 """Rank processes without a model: what they are told, what they report, and how they end."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
+import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -17,7 +22,8 @@ from tightwire.comm.ledger.recording import clock_name
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.ipc.channels import bind_receiver, connect_sender
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Record, Recorded, Stage
-from tightwire.server.plan.rank_setup import RankWork, RunPlan
+from tightwire.server.plan.rank_setup import RankIdentity, RankWork, RunPlan
+from tightwire.server.ranks import processes
 from tightwire.server.ranks.processes import Ranks
 
 WORK = RankWork(
@@ -25,16 +31,17 @@ WORK = RankWork(
     config=ServeConfig(),
     plan=RunPlan(device="cpu", dtype="float32", allreduce="native", transport="none", max_model_len=16, num_blocks=1),
 )
-WAIT_MS = 60_000
+WAIT_MS = 30_000
 
 M = TypeVar("M", bound=FromRank)
 
 
 class Parent:
-    """The parent's side of two ranks: their processes, and the inbox for what they say."""
+    """The parent's side of two ranks: their processes, and the inbox for what they say. ``late_s``: listens so late."""
 
-    def __init__(self, body: str) -> None:
+    def __init__(self, body: str, late_s: float = 0.0) -> None:
         self.ranks = Ranks(2, (sys.executable, rank_bodies.__file__, body))
+        time.sleep(late_s)
         self._context = zmq.Context()
         self._inbox = bind_receiver(self._context, self.ranks.to_parent)
         self._decoder = msgspec.msgpack.Decoder(FromRank)
@@ -90,10 +97,15 @@ def test_one_process_imports_for_all_and_leaves_them_to_the_parent(parent: Paren
     assert set(parent.ranks.pids.values()) == {forks}
     parent.ranks.hand_out(WORK)
     told = [parent.hear(Stage, lambda stage: stage.rank == 1 and stage.fraction == 1).name for _ in range(4)]
-    assert told == ["import", str(forks), str(os.getpid()), "1"], "one pipe: that with its work"
+    assert told == ["import", str(forks), str(os.getpid()), "1"], "one socket of a pair: that with its work"
     assert asyncio.run(parent.ranks.wait(30))
     assert not is_alive(forks)
     assert len({forks, *parent.ranks.pids.values()}) == 3
+
+
+def test_what_could_not_be_imported_is_told_to_a_parent_that_listens_later() -> None:
+    with contextlib.closing(Parent("nonsense", late_s=4.0)) as parent:
+        assert parent.hear(Failed).message == "KeyError: 'nonsense'"
 
 
 @with_body("nonsense")
@@ -168,10 +180,12 @@ def test_signals_are_left_to_the_parent_from_the_first_moment() -> None:
 
 @with_body("sleep")
 def test_an_end_is_noticed_at_once_with_its_signal(parent: Parent) -> None:
+    forks = parent.ranks.pids[1]
+
     async def first_exit() -> tuple[int, int]:
         exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         parent.ranks.on_exit(asyncio.get_running_loop(), lambda rank, code: exits.put_nowait((rank, code)))
-        wait_until(lambda: len({*parent.ranks.pids.values()}) == 2, 20)
+        wait_until(lambda: parent.ranks.pids[1] != forks, 20)
         os.kill(parent.ranks.pids[1], signal.SIGKILL)
         return await asyncio.wait_for(exits.get(), 20)
 
@@ -186,7 +200,62 @@ def test_all_ranks_end_with_the_process_that_would_fork_them() -> None:
         return [await asyncio.wait_for(ended.get(), 20) for _ in range(2)]
 
     with Ranks(2, (sys.executable, "-c", "import time; time.sleep(60)")) as ranks:
-        assert asyncio.run(exits(ranks)) == [(0, -signal.SIGKILL), (1, -signal.SIGKILL)]
+        assert sorted(asyncio.run(exits(ranks))) == [(0, -signal.SIGKILL), (1, -signal.SIGKILL)]
+
+
+def test_no_variable_of_the_user_starts_threads_before_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "8")
+    assert processes._environment(2, "")["OPENBLAS_NUM_THREADS"] == "1"
+
+
+def test_what_ranks_import_starts_no_thread_and_opens_no_gpu() -> None:
+    look = "print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized())"
+    command = [sys.executable, "-c", f"import os, torch, tightwire.server.ranks.rank_main; {look}"]
+    told = subprocess.run(command, env=processes._environment(1, ""), capture_output=True, text=True, check=True)
+    assert told.stdout == "1 False\n"
+
+
+def test_an_import_that_ends_before_it_is_told_anything_is_an_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(subprocess.Popen[bytes]):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    with Ranks(2, ("false",)) as ranks:
+        assert asyncio.run(ranks.wait(20))
+        assert [end.result() for end in ranks._exits.values()] == [1, 1]
+
+
+def test_a_rank_that_is_forked_when_the_parent_has_just_died_says_nothing() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    names = {"to_parent": "", "inboxes": (), "reporter": "", "store_port": 0, "store_fd": None}
+    identity = RankIdentity(rank=0, world_size=1, parent_pid=os.getpid(), work_fd=theirs.fileno(), **names)
+    command, line = [sys.executable, rank_bodies.__file__, "tell"], msgspec.json.encode([identity]) + b"\n"
+    with theirs:
+        given = {"input": line, "pass_fds": (theirs.fileno(),), "env": processes._environment(1, "")}
+        told = subprocess.run(command, **given, stderr=subprocess.PIPE, check=True)
+    assert told.stderr == b""
+
+
+def test_work_is_handed_out_before_a_rank_can_read_it() -> None:
+    """It may be more than a pipe or socket holds."""
+    with Ranks(1, (sys.executable, "-c", "import time; time.sleep(60)")) as ranks:
+        handing = threading.Thread(
+            target=ranks.hand_out, args=(msgspec.structs.replace(WORK, location="x" * (4 << 20)),), daemon=True
+        )
+        handing.start()
+        handing.join(10)
+        assert not handing.is_alive()
+
+
+def test_ranks_that_the_kernel_gives_to_another_parent_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where SIGCHLD is ignored, no exit code can be had."""
+    monkeypatch.setattr(processes, "adopt_orphans", lambda adopts: None)
+    with Ranks(2, (sys.executable, rank_bodies.__file__, "sleep")) as ranks:
+        ends = asyncio.run(ranks.wait(20))
+        assert ends and [end.result() for end in ranks._exits.values()] == [1, 1]
 
 
 @with_body("sleep")
