@@ -74,9 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["lab"]:
         return _main("bench lab", LAB, args[1:])
     if args and args[0] in LAB:
-        sys.stderr.write(
-            f"tightwire bench: {args[0]} is one of the project's own experiments: `tightwire bench lab {args[0]}`\n"
-        )
+        sys.stderr.write(f"tightwire bench: {args[0]} is an experiment: `tightwire bench lab {args[0]}`\n")
         return 2
     return _main("bench", VERBS, args)
 
@@ -105,9 +103,7 @@ class TuneOptions:
         "instead of times, measure what quantized AllReduces cost this model in KL and perplexity with --tp ranks, for "
         "--comm-error-budget kl=X",
     )
-    tokens: int | None = option(
-        None, f"with --quality: tokens of prose to measure on (default: {_QUALITY_TOKENS})", least=1
-    )
+    tokens: int | None = option(None, f"with --quality: tokens to measure on (default: {_QUALITY_TOKENS})", least=1)
 
     def __post_init__(self) -> None:
         if self.tokens is not None and not self.quality:
@@ -144,6 +140,4 @@ def load(entry: str) -> Any:
 def _usage(command: str, verbs: Verbs) -> str:
     shown = {name: text for name, (*_, text) in verbs.items()} | ({"lab": _LAB_HELP} if verbs is VERBS else {})
     lines = [f"  {verb:10} {text}" for verb, text in sorted(shown.items())]
-    return "\n".join(
-        [f"usage: tightwire {command} VERB [options]", "", *lines, "", "VERB --help explains its options\n"]
-    )
+    return "\n".join([f"usage: tightwire {command} VERB [options]", "", *lines, "", "VERB --help explains its flags\n"])

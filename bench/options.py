@@ -13,6 +13,7 @@ from tightwire.bench.report.result_files import check_label
 from tightwire.comm.all_reduce.names import split_name
 from tightwire.comm.link.link import Link
 from tightwire.comm.policy.tune_file import PEER_BLOCKS
+from tightwire.model.checkpoint.header import check_name
 from tightwire.option import option, options_of
 from tightwire.option_flags import add_flags, make_options
 from tightwire.server.config.flags import parse_flags
@@ -27,9 +28,7 @@ class OutputOptions:
     """The options of every bench; its own options class inherits them, in a file that imports no torch."""
 
     description: ClassVar[str] = ""  # for --help
-    output: Path | None = option(
-        None, "write the result to this folder: JSON with raw samples, CSV, HTML page", metavar="DIR"
-    )
+    output: Path | None = option(None, "write the result here: JSON with raw samples, CSV, HTML page", metavar="DIR")
     label: str | None = option(
         None, "beginning of the names of those files (default: the bench's name)", metavar="NAME", parse=check_label
     )
@@ -69,9 +68,7 @@ class RankOptions:
         if self.link is not None and self.num_nodes < 2:
             raise ValueError("--link is between nodes, so --nodes must be at least 2")
         if self.link is not None and (self.transport == "shared-memory" or self.device != "cpu"):
-            raise ValueError(
-                "--link connects CPU processes by sockets; give --transport sockets or process-group, or neither"
-            )
+            raise ValueError("--link connects CPU processes by sockets; give --transport sockets or process-group")
         if self.device != {"peer-memory": "cuda", "shared-memory": "cpu", "sockets": "cpu"}.get(
             self.transport, self.device
         ):
@@ -84,6 +81,12 @@ class RankOptions:
     @property
     def ranks_per_node(self) -> int:
         return self.ranks // self.num_nodes
+
+
+def known_model(name: str) -> str:
+    """``name``, unless it is that of no model."""
+    check_name(name)
+    return name
 
 
 def known_all_reduce(name: str) -> str:

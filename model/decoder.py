@@ -12,7 +12,7 @@ One pass over the layers, if each sum over the ranks is awaited where it is need
 is sent the result. So ``forward`` decides when a sum runs: at once, or on a lane while another part of the step is
 computed. Passes yield the same number of collectives in the same order on every rank.
 
-``layers.EagerLayers`` computes any batch kernel by kernel; ``decode_program`` the same for decode rows on a CPU, and, where
+``layer_kernels.EagerLayers`` computes any batch kernel by kernel; ``decode_program`` the same for decode rows on a CPU, and, where
 the ranks sum over shared memory, all layers with their sums in one call.
 
 Source: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783.

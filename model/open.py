@@ -23,7 +23,7 @@ from tightwire.model.checkpoint.quantized import QuantizedReader
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.reader import CheckpointReader, row_chunks
 from tightwire.model.checkpoint.safetensors import SafetensorsReader
-from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, PartsReader, check_tensors, expected_tensors
+from tightwire.model.checkpoint.tensors import EMBEDDING, HEAD, PartsReader, check_tensors, expected_tensors, unused_of
 from tightwire.model.text.gguf_tokenizer import tokenizer_from_gguf
 from tightwire.model.text.tokenizer import SPECIAL_IDS, Tokenizer, byte_backend, tokenizer_from_folder, with_template
 from tightwire.model.weights.formats import WeightFormats, choose_formats
@@ -111,6 +111,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         config = config_from_gguf(file)
         reader = PartsReader(GgufReader(file, config), config)
         check_tensors(reader, config)
+        unused_of(file.tensors, config)
     return Checkpoint(
         name=plain_stem(file.path),
         location=str(file.path.absolute()),
@@ -135,7 +136,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         reader = PartsReader(quantized or plain, config)
         notes = [f"quantized as {quantized.describe()}"] if quantized else []
         stores_head = bool({HEAD, "lm_head.qweight", "lm_head.weight_packed"} & plain.names())
-        check_tensors(reader, replace(config, tied_embeddings=config.tied_embeddings and not stores_head))
+        check_tensors(reader, as_stored := replace(config, tied_embeddings=config.tied_embeddings and not stores_head))
+        if unused := unused_of(plain.names(), as_stored, plain.whole):
+            notes.append(f"used without {len(unused)} tensors of other modules, such as {', '.join(unused[:3])}")
         if config.tied_embeddings and stores_head and _has_own_head(reader, plain, config):
             config = replace(config, tied_embeddings=False)
             notes.append("used with its own head, which differs from the embedding, although config.json ties them")

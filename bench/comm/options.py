@@ -55,11 +55,9 @@ class CommOptions(OutputOptions):
         flag="--link",
         parse=_parse_links,
     )
-    nodes: int | None = option(
-        None, "divide the ranks among this many equal nodes (default: 1; with --link one for each rank)"
-    )
+    nodes: int | None = option(None, "divide the ranks among so many nodes (default: 1; with --link one for each rank)")
     workers: tuple[int, ...] = option(
-        (), "threads of a CPU rank, or blocks of a GPU's kernel: measure these, one after the other (default: 1, 32)"
+        (), "threads of a CPU rank, or blocks of a GPU (default: 1, 32)", unique=True, least=1, most=_MAX_WORKERS
     )
     repeats: int = option(50, "timed calls of each algorithm at a size", least=3)
     seconds_per_size: float = option(
@@ -74,8 +72,6 @@ class CommOptions(OutputOptions):
         if any(size % 4 or size > _MAX_SIZE for size in self.sizes):
             sizes = ", ".join(map(str, self.sizes))
             raise ValueError(f"--sizes takes multiples of 4 bytes up to {_MAX_SIZE >> 30}GiB, got {sizes}")
-        if len(set(self.workers)) < len(self.workers) or any(not 1 <= count <= _MAX_WORKERS for count in self.workers):
-            raise ValueError(f"--workers takes different numbers of 1 to {_MAX_WORKERS}, got {self.workers}")
         for link in self.links or (None,):
             self.rank_options(link)
 

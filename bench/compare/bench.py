@@ -68,9 +68,7 @@ class CompareBench(Bench[CompareOptions]):
         return [self._table("All cells"), Text(title="Notes", lines=notes)]
 
     def _table(self, title: str) -> Table:
-        return Table(
-            title=title, columns=_COLUMNS, rows=self.measured, note=_NOTE, wrong=lambda cell: cell["regression"]
-        )
+        return Table(title=title, columns=_COLUMNS, rows=self.measured, note=_NOTE, wrong=lambda row: row["regression"])
 
 
 def compare_cells(a: Result, b: Result, metrics: Sequence[Metric], tolerance: float) -> list[dict[str, Any]]:
@@ -138,7 +136,5 @@ def _conclude(facts: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> s
 
 
 def _describe_sides(result: Mapping[str, Any]) -> str:
-    a, b = (
-        f"{side['path']} ({side['label']})" if side["label"] else side["path"] for side in (result["a"], result["b"])
-    )
+    a, b = (f"{own['path']} ({own['label']})" if own["label"] else own["path"] for own in (result["a"], result["b"]))
     return f"bench {result['kind']}: A is {a}, B is {b}"

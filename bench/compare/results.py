@@ -68,9 +68,7 @@ def read_result(path: Path) -> Result:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if not isinstance(schema, str) or not schema.startswith(_PREFIX):
-        raise ValueError(
-            f"{path} is no result of a bench: it has no schema {_PREFIX}...; give a JSON file that --output wrote"
-        )
+        raise ValueError(f"{path} is no result of a bench: it has no schema {_PREFIX}...; give a file of --output")
     notes: list[str] = []
     cells: dict[str, Cell[Samples]] = {}
     try:
@@ -108,9 +106,7 @@ def _make_cell(path: Path, cell: Cell[_Stored], notes: list[str]) -> Cell[Sample
 def check_alike(a: Result, b: Result) -> None:
     """Raises ValueError for results of two benches, without a common cell, or with baselines that differ."""
     if a.kind != b.kind:
-        raise ValueError(
-            f"{a.path} is a result of bench {a.kind} and {b.path} of bench {b.kind}; give two of one bench"
-        )
+        raise ValueError(f"{a.path} is a result of bench {a.kind} and {b.path} of bench {b.kind}; give two of one")
     if not a.cells.keys() & b.cells.keys():
         raise ValueError(
             f"the results have no cell in common: {a.path} has {_names(a.cells)}, and {b.path} has {_names(b.cells)}"

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         "--timeout-s", type=float, default=60.0, metavar="S", help="limit of each probe (default: %(default)g)"
     )
     parser.add_argument(
-        "--tp", type=int, default=2, metavar="N", help="ranks without a GPU, or of MODEL (default: %(default)s)"
+        "--tp", type=int, default=2, metavar="N", help="ranks on CPUs, or of MODEL (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     if not 0 < args.timeout_s <= 3600:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tightwire.bench.options import OutputOptions
+from tightwire.bench.options import OutputOptions, known_model
 from tightwire.comm.all_reduce.names import (
     describe_all_reduce_names,
     main_preset_names,
@@ -86,6 +86,19 @@ def is_compared(name: str) -> bool:
     return _COMPARED.fullmatch(name) is not None
 
 
+def parse_names(text: str) -> tuple[str, ...]:
+    for name in (names := split_all_reduce_names(text)):
+        check_name(name)
+    return names
+
+
+def _parse_search(text: str) -> str:
+    if text.startswith((WEIGHTS, INT8_ACTIVATIONS, *KV_CACHES, SPEC)):
+        raise ValueError(f"a mix consists of AllReduces; name an AllReduce, got {text!r}")
+    (parse_budget if text.startswith("kl=") else check_name)(text)
+    return text
+
+
 def check_name(name: str) -> None:
     """Raise ValueError if ``name`` is not a valid arm, as far as this can be checked without a model."""
     codecs = [f"{WEIGHTS}{codec}" for codec in WEIGHT_CODECS if codec != "none"]
@@ -94,9 +107,7 @@ def check_name(name: str) -> None:
     algorithm, at, site = name.partition("@")
     if at and not name.startswith(POLICY):
         if site not in LOSSY_SITES:
-            raise ValueError(
-                f"{name!r} is at no site of sums; write {algorithm}@{f' or {algorithm}@'.join(LOSSY_SITES)}"
-            )
+            raise ValueError(f"{name!r} is at no site; write {algorithm}@{f' or {algorithm}@'.join(LOSSY_SITES)}")
         name = algorithm
     if is_compared(name):
         return
@@ -121,14 +132,14 @@ class QualityOptions(OutputOptions):
         "Measure the accuracy that quantized AllReduces cost a model: perplexity, KL and agreement of next-token distributions, "
         "signal to noise by layer. Ranks are threads, so any number of them is possible."
     )
-    model: str = option("smollm2-135m", "as for serve", flag="model")
+    model: str = option("smollm2-135m", "as for serve", flag="model", parse=known_model)
     algorithms: tuple[str, ...] = option(
         _ALGORITHMS,
         f"what to measure: {describe_all_reduce_names()}, {POLICY}FILE, {WEIGHTS}int8 or {WEIGHTS}int4 (weights encoded as by "
         f"`serve --weight-codec`), {INT8_ACTIVATIONS} (in products with the layers' packed weights), {KV_CACHES[0]} "
         f"(--kv-cache-dtype), to compare with what no server sends {_FORMATS}; "
         f"NAME@{LOSSY_SITES[0]} or NAME@{LOSSY_SITES[1]}: quantized only there",
-        parse=split_all_reduce_names,
+        parse=parse_names,
     )
     world_sizes: tuple[int, ...] = option((2,), "numbers of ranks")
     text: Path | None = option(None, "UTF-8 text to measure on (default: English prose of the project)", metavar="FILE")
@@ -147,9 +158,7 @@ class QualityOptions(OutputOptions):
         least=0,
     )
     batch: int = option(4, "windows in one forward pass", least=1)
-    dtype: str = option(
-        "auto", "of activations and messages; auto: the checkpoint's", choices=("auto", "bfloat16", "float32")
-    )
+    dtype: str = option("auto", "of activations; auto: the checkpoint's", choices=("auto", "bfloat16", "float32"))
     quantization: str = option("auto", "of the weights, as for serve", choices=QUANTIZATIONS)
     budget: Budget | None = option(
         None,
@@ -164,10 +173,9 @@ class QualityOptions(OutputOptions):
         "search used",
         metavar="NAME|kl=X",
         const="flash-int6",
+        parse=_parse_search,
     )
-    search_tokens: int = option(
-        1024, "tokens for --search; it runs each twice as often as the model has layers", least=1
-    )
+    search_tokens: int = option(1024, "tokens for --search; each is computed twice for every layer", least=1)
     write_policy: Path | None = option(
         None,
         "write the result of --budget (else of --search) to FILE for `serve --allreduce policy:FILE`",
@@ -181,10 +189,6 @@ class QualityOptions(OutputOptions):
         return parse_budget(self.search).limit if self.search and self.search.startswith("kl=") else None
 
     def __post_init__(self) -> None:
-        for name in (*self.algorithms, *([self.search] if self.search and self.search_kl is None else [])):
-            check_name(name)
-        if self.search is not None and self.search.startswith((WEIGHTS, INT8_ACTIVATIONS, *KV_CACHES, SPEC)):
-            raise ValueError(f"--search {self.search}: a mix consists of AllReduces; name an AllReduce")
         for flag, values in (("--algorithms", self.algorithms), ("--world-sizes", self.world_sizes)):
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{flag} takes different values, got {','.join(map(str, values)) or 'none'}")
@@ -193,14 +197,10 @@ class QualityOptions(OutputOptions):
         if self.decode and (self.search is not None or self.items or self.write_policy is not None):
             raise ValueError("--decode measures generated tokens; leave --search, --items and --write-policy out")
         if self.decode > self.window - _LEAST_PROMPT:
-            raise ValueError(
-                f"--decode must leave {_LEAST_PROMPT} of the --window {self.window} tokens, got {self.decode}"
-            )
+            raise ValueError(f"--decode must leave {_LEAST_PROMPT} of --window {self.window} tokens, got {self.decode}")
         if self.write_policy is not None:
             if self.budget is None and self.search is None:
                 raise ValueError("--write-policy writes the result of --budget or --search; give one of them")
             folder = self.write_policy.parent
             if self.write_policy.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-                raise ValueError(
-                    f"--write-policy {self.write_policy} cannot be written; name a file in a writable folder"
-                )
+                raise ValueError(f"--write-policy {self.write_policy} cannot be written; name another file")

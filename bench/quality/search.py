@@ -104,9 +104,7 @@ def _sensitivities(
 ) -> dict[Place, float]:
     """KL per noise power of each place when only that place is quantized, over the calibration windows."""
     where = places(setting.config)
-    arms = {
-        (site, layer): one_algorithm_arm(f"{site} of layer {layer}", _PROBE, (layer,), site) for site, layer in where
-    }
+    arms = {(site, n): one_algorithm_arm(f"{site} of layer {n}", _PROBE, (n,), site) for site, n in where}
     kl = _mean_kl(setting, ranks, pool, arms, show)
     powers = {place: noise[_PROBE, *place].noise for place in where}
     return {place: kl[place] / powers[place] if powers[place] else 0.0 for place in where}

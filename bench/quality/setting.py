@@ -127,9 +127,7 @@ def file_arm(name: str, file: PolicyFile, config: LlamaConfig, phase: str = "pre
 def bytes_per_token(arm: Arm, config: LlamaConfig, world_size: int, rows: int, elem_bytes: int) -> float:
     """Bytes a rank sends per token of a step of ``rows`` tokens in all layers' AllReduces, averaged over ranks."""
     names = Counter(arm.algorithm(*place) for place in places(config))
-    return sum(
-        count * bytes_at(name, config.hidden_size, world_size, rows, elem_bytes) for name, count in names.items()
-    )
+    return sum(num * bytes_at(name, config.hidden_size, world_size, rows, elem_bytes) for name, num in names.items())
 
 
 @cache
@@ -266,9 +264,7 @@ def make_setting(options: QualityOptions) -> Setting:
             "--quantization none"
         )
     if not formats.packed and any(arm.int8_activations for arm in arms):
-        raise ValueError(
-            f"{INT8_ACTIVATIONS} is for packed weights, and these are plain; add --quantization int8 or int4"
-        )
+        raise ValueError(f"{INT8_ACTIVATIONS} is for packed weights, these are plain; add --quantization int8 or int4")
     tokenizer = checkpoint.tokenizer()
     if options.items and options.window < ROW_TOKENS:
         raise ValueError(f"--items needs --window {ROW_TOKENS} or more, got {options.window}")

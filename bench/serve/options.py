@@ -9,9 +9,21 @@ from tightwire.bench.options import OutputOptions
 from tightwire.bench.serve.load import Load
 from tightwire.bench.serve.workload import Workload
 from tightwire.option import MAX_SECONDS, option
+from tightwire.remote import parse_key, parse_url
 
 _INPUT_LENS = {"random": 512, "shared-prefix": 128}
 _PREFIXES = 512, 4  # their length and number
+
+
+# Fields that cannot be chosen with --extra-body: the bench sends them, or counts one answer for each request.
+_OWN = {
+    "model": "is --model",
+    "stream": "is always true",
+    "n": "would be several answers",
+    "best_of": "is one answer",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "is --output-len"),
+    **dict.fromkeys(("prompt", "messages"), "is made by --workload and --endpoint"),
+}
 
 
 def _parse_json_object(text: str) -> dict[str, Any]:
@@ -21,6 +33,8 @@ def _parse_json_object(text: str) -> dict[str, Any]:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {text}")  # noqa: TRY004, as all option parsers do
+    if own := [name for name in value if name in _OWN and (name, value[name]) not in (("n", 1), ("best_of", 1))]:
+        raise ValueError(f"{own[0]!r} {_OWN[own[0]]}, got {text}; give other fields, or leave it out")
     return value
 
 
@@ -29,27 +43,19 @@ class ServeOptions(OutputOptions):
     description: ClassVar[str] = (
         "Put load on a running OpenAI-compatible server, Tightwire or another, and measure at the client."
     )
-    url: str = option("http://127.0.0.1:8000", "address of the server", metavar="URL")
+    url: str = option("http://127.0.0.1:8000", "address of the server", metavar="URL", parse=parse_url)
     model: str | None = option(None, "the model to ask for (default: the first one that the server lists)")
-    api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY")
-    concurrency: tuple[int, ...] = option(
-        (), "requests in flight; several numbers run one after the other (default: 1)", least=1
-    )
-    request_rate: tuple[float, ...] = option(
-        (), "instead of --concurrency: requests per second, with Poisson arrivals", above=0
-    )
+    api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY", parse=parse_key)
+    concurrency: tuple[int, ...] = option((), "requests in flight, one number after the other (default: 1)", least=1)
+    request_rate: tuple[float, ...] = option((), "instead of --concurrency: Poisson arrivals per second", above=0)
     num_requests: tuple[int, ...] = option((32,), "measured requests, one number for all loads or for each", least=1)
-    warmups: int | None = option(
-        None, "requests sent first and not counted (default: as many as the concurrency)", least=0
-    )
+    warmups: int | None = option(None, "requests sent first and not counted (default: the concurrency)", least=0)
     workload: str = option(
         "random",
         "prompts to send. random: random words; shared-prefix: groups of prompts with a common beginning",
         choices=tuple(_INPUT_LENS),
     )
-    input_len: int | None = option(
-        None, "prompt tokens (default: 512); of shared-prefix without the prefix (default: 128)", least=1
-    )
+    input_len: int | None = option(None, "prompt tokens (default: 512); behind a shared prefix (default: 128)", least=1)
     output_len: int = option(64, "tokens to generate", least=1)
     prefix_len: int = option(_PREFIXES[0], "tokens of a shared prefix", least=1)
     prefix_groups: int = option(_PREFIXES[1], "number of shared prefixes", least=1)

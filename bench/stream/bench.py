@@ -119,7 +119,7 @@ class StreamBench(Bench[StreamOptions]):
         num_streamed = options.stream_layers or config.num_layers
         if not LEAST_STREAMED <= num_streamed <= config.num_layers:
             raise ValueError(
-                f"--stream-layers must be {LEAST_STREAMED} to {config.num_layers}, the model's layers, got {num_streamed}"
+                f"--stream-layers must be {LEAST_STREAMED} to {config.num_layers} layers, got {num_streamed}"
             )
         if options.context > config.max_positions:
             raise ValueError(f"--context {options.context} exceeds the model's {config.max_positions} positions")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tightwire.bench.options import OutputOptions, known_all_reduce
+from tightwire.bench.options import OutputOptions, known_all_reduce, known_model
 from tightwire.model.weights import LEAST_STREAMED, WEIGHT_CODECS, WeightPlan
 from tightwire.option import MAX_SECONDS, option
 from tightwire.sizes import parse_bytes
@@ -58,7 +58,7 @@ class StreamOptions(OutputOptions):
         "Time steps with streamed weights beside fetching alone and computing alone, in turns in the same processes; check that "
         "the answers are those of resident weights."
     )
-    model: str = option("smollm2-135m", "as for serve", flag="model")
+    model: str = option("smollm2-135m", "as for serve", flag="model", parse=known_model)
     sources: tuple[str, ...] = option(
         ("host", "disk"),
         "where layers come from. host: memory; disk: a folder prepared for the run, next to the results; files: the checkpoint's "

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from tightwire.bench.options import OutputOptions
+from tightwire.bench.options import OutputOptions, known_model
 from tightwire.comm.link.link import parse_link
 from tightwire.option import MAX_SECONDS, option
 
@@ -77,13 +77,27 @@ def model_values(model: str) -> dict[str, Any]:
     return {"shape": {**MODELS[model], **_VOCABULARY, **tied}} if model in MODELS else {"start": model}
 
 
+def _model(name: str) -> str:
+    try:
+        return name if name in MODELS else known_model(name)
+    except ValueError as error:
+        raise ValueError(f"none of {', '.join(MODELS)}, and {error}") from None
+
+
+def _rates(text: str) -> tuple[str, ...]:
+    for link in (links := tuple(text.split(","))):
+        if parse_link(link).bytes_per_s is None:
+            raise ValueError(f"{link} limits no rate; write one such as 200mbit")
+    return links
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions(OutputOptions):
     description: ClassVar[str] = (
         "Time training steps of a Llama with random weights between emulated nodes, beside torch's data parallelism: bytes, "
         "exposed communication, memory and losses, and a prediction of each time. Needs root for the links."
     )
-    model: str = option("10m", f"{', '.join(MODELS)} parameters, or as for serve, such as random:path/config.json")
+    model: str = option("10m", f"{', '.join(MODELS)} parameters, or as serve: random:path/config.json", parse=_model)
     nodes: int = option(2, "emulated nodes", least=2)
     ranks_per_node: int = option(2, "processes of each node, one thread each", least=1)
     links: tuple[str, ...] = option(
@@ -91,15 +105,14 @@ class TrainOptions(OutputOptions):
         "links between the nodes, emulated one after the other; needs root",
         metavar="RATE,RATE",
         unique=True,
+        parse=_rates,
     )
     arms: tuple[str, ...] = option(
         ("zero3", "zero++", "hybrid", "dgc", "top-k", "ddp", "fsdp2"),
         f"ways to train: {', '.join(ARMS)}",
         unique=True,
     )
-    sequences: tuple[int, ...] = option(
-        (4,), "sequences of each rank in a step, one number after the other", unique=True, least=1
-    )
+    sequences: tuple[int, ...] = option((4,), "sequences of each rank in a step, in turn", unique=True, least=1)
     sequence_tokens: int = option(128, "tokens of a sequence", least=2)
     dtype: str = option("float32", "of weights and activations in a step", choices=("float32", "bfloat16"))
     steps: int = option(1, "steps of an arm in each round", least=1)
@@ -112,9 +125,6 @@ class TrainOptions(OutputOptions):
             raise ValueError(f"--arms: there is no {', '.join(map(repr, unknown))}; choose from {', '.join(ARMS)}")
         if self.dtype != "float32" and any(ARMS[name].peer == "ddp" for name in self.arms):
             raise ValueError(f"--dtype {self.dtype}: ddp computes in float32 only; leave it out of --arms")
-        for link in self.links:
-            if parse_link(link).bytes_per_s is None:
-                raise ValueError(f"--links: {link} limits no rate; write one such as 200mbit")
 
     @property
     def world_size(self) -> int:

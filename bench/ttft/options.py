@@ -94,9 +94,7 @@ class TtftOptions(OutputOptions):
         with naming("algorithms"):
             split_name(name)
         if name.startswith("hierarchical") and max(self.nnodes, self.config.parallel.nodes) == 1:
-            raise ValueError(
-                f"--algorithms {name}: on one node this is two-shot; give --nodes, such as --tp 4 --nodes 2"
-            )
+            raise ValueError(f"--algorithms {name}: on one node this is two-shot; give --nodes, as --tp 4 --nodes 2")
 
     @classmethod
     def from_argv(cls, argv: Sequence[str], *, verb: str) -> Self:

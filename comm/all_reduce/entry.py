@@ -54,7 +54,7 @@ class Entry:
     """One algorithm; with ``codecs``, one of its names.
 
     ``names.NAMES`` holds the names of every algorithm. The algorithm's file adds the rest to its row, as ``ENTRY``, and
-    ``registry.parse_all_reduce`` adds the codecs of the name it is given.
+    ``make.parse_all_reduce`` adds the codecs of the name it is given.
     """
 
     name: str

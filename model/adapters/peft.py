@@ -22,7 +22,7 @@ from tightwire.model.checkpoint.safetensors import SafetensorsReader
 from tightwire.model.checkpoint.tensors import StackedParts, stored_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."  # of tensor names
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_[AB]\.weight")
 # Fields that do not change how the adapter is applied, or that are read here. Any other field must be off.
 _HARMLESS = {
@@ -67,7 +67,7 @@ class AdapterFile:
         start = 0 if part is None else part.start
         rank, scale = self.modules[module]
         a_RD, b_OR = torch.empty(rank, len(columns)), torch.empty(len(rows), rank)
-        half, stored = f"{_PREFIX}{module}.lora", range(rows.start + start, rows.stop + start)
+        half, stored = f"{PREFIX}{module}.lora", range(rows.start + start, rows.stop + start)
         self.reader.read_into(a_RD, f"{half}_A.weight", rows=range(rank), columns=columns)
         self.reader.read_into(b_OR, f"{half}_B.weight", rows=stored)
         return a_RD, b_OR * scale
@@ -110,9 +110,7 @@ def _refuse_unsupported(settings: Mapping[str, Any]) -> None:
             raise ModelError(f"{name}={str(value)[:80]} is not supported: {why}")
 
 
-def _modules(
-    settings: Mapping[str, Any], reader: SafetensorsReader, config: LlamaConfig
-) -> dict[str, tuple[int, float]]:
+def _modules(stated: Mapping[str, Any], reader: SafetensorsReader, config: LlamaConfig) -> dict[str, tuple[int, float]]:
     """Rank and scale of each module, from the file's tensors, all of which must be known and complete."""
     stored = {name.removesuffix(".weight"): shape for name, shape in stored_tensors(config).items()}
     shapes = {name: shape for name, shape in stored.items() if ".layers." in name and len(shape) == 2}
@@ -124,16 +122,16 @@ def _modules(
             raise ModelError(
                 f"tensor {name} is not supported; supported: lora_A and lora_B of {supported}, in {config.num_layers} layers"
             )
-        modules[match["module"]] = _rank_and_scale(settings, match["module"])
+        modules[match["module"]] = _rank_and_scale(stated, match["module"])
     if not modules:
         raise ModelError(f"{WEIGHTS_FILE} has no tensors")
     for module, (rank, _) in modules.items():
         num_outputs, num_inputs = shapes[module]
         for half, want in (("A", (rank, num_inputs)), ("B", (num_outputs, rank))):
-            name = f"{_PREFIX}{module}.lora_{half}.weight"
+            name = f"{PREFIX}{module}.lora_{half}.weight"
             if (shape := reader.shape(name)) != want:
                 raise ModelError(f"tensor {name} has shape {shape}; r and the model's configuration require {want}")
-    targets, with_tensors = settings.get("target_modules"), {module.rpartition(".")[2] for module in modules}
+    targets, with_tensors = stated.get("target_modules"), {module.rpartition(".")[2] for module in modules}
     for target in targets if isinstance(targets, list) else ():
         if target.rpartition(".")[2] not in with_tensors:
             what = f"{WEIGHTS_FILE} has no tensors of it; supported: {supported}"

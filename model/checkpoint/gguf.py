@@ -48,9 +48,7 @@ class GgufFile:
         self.path = parts[0]
         absent = [part.name for part in parts if not part.is_file()]
         if absent and len(parts) > 1:
-            raise ModelError(
-                f"{path}: {len(absent)} of its {len(parts)} parts are missing in {path.parent}: {', '.join(absent[:9])}"
-            )
+            raise ModelError(f"{path}: {len(absent)} of its {len(parts)} parts are missing: {', '.join(absent[:9])}")
         self.tensors: dict[str, GgufTensor] = {}
         headers = [self._read_part(part, len(parts)) for part in parts]
         self.get = headers[0].get
@@ -110,9 +108,7 @@ def _checked_places(header: GgufHeader, file: WeightFile) -> list[GgufTensor]:
             raise ValueError(f"tensor {place.name} has the unknown type {place.kind}") from None
         block_elems, block_bytes = GGML_QUANT_SIZES[kind]
         if 0 in place.dims or place.dims[0] % block_elems:
-            raise ValueError(
-                f"tensor {place.name} has rows of {place.dims[0]} numbers, in {kind.name}, of {place.dims}"
-            )
+            raise ValueError(f"tensor {place.name} has rows of {place.dims[0]} numbers in {kind.name}, of {place.dims}")
         if place.offset < end:
             raise ValueError(f"tensor {place.name} overlaps {found[-1].name}")
         end = place.offset + math.prod(place.dims) // block_elems * block_bytes

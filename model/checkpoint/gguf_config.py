@@ -13,6 +13,7 @@ from tightwire.model.families import FAMILIES, SUPPORTED, Family, unsupported_fe
 
 _DIVISORS = "rope_freqs.weight"  # of Llama 3.1 and later
 _FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")  # of longrope
+_BIASES = {"qkv_bias": "attn_q", "output_bias": "attn_q", "mlp_bias": "ffn_down"}  # found by one of each
 _DTYPES = {"F32": "float32", "F16": "float16"}  # other types are served as bfloat16
 # Tokens that end an answer in any family. A file lists one or some of its own.
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "<end_of_turn>", "<|end|>")
@@ -44,8 +45,7 @@ def _config_from_gguf(file: GgufFile) -> LlamaConfig:
         "max_positions": file.size("context_length"),
         "norm_eps": shortest_float(file.own("attention.layer_norm_rms_epsilon", 1e-5)),
         "tied_embeddings": "output.weight" not in file.tensors,
-        "mlp_bias": _has_bias(file, "ffn_gate", "ffn_up", "ffn_down"),
-        **_attention_biases(file, family),
+        **{name: f"blk.0.{of}.bias" in file.tensors for name, of in _BIASES.items() if name in family.keys},
     }
     if file.size("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{file.arch}.attention.value_length differs from head size {head_dim}")
@@ -94,24 +94,6 @@ def _windows(file: GgufFile, family: Family, num_layers: int) -> dict[str, Any]:
     return found
 
 
-def _attention_biases(file: GgufFile, family: Family) -> dict[str, bool]:
-    qkv, output = _has_bias(file, "attn_q", "attn_k", "attn_v"), _has_bias(file, "attn_output")
-    if qkv != output and "output_bias" in family.keys:
-        named = "attn_q, attn_k and attn_v" if qkv else "attn_output"
-        all_four = "attn_q, attn_k, attn_v, attn_output"
-        raise ModelError(
-            f"only {named} have a bias, which no {family.names.name} model has; supported: all of {all_four}"
-        )
-    return {"qkv_bias": qkv, "output_bias": output}
-
-
-def _has_bias(file: GgufFile, *names: str) -> bool:
-    present = [name for name in names if f"blk.0.{name}.bias" in file.tensors]
-    if present and len(present) != len(names):
-        raise ModelError(f"only {', '.join(present)} have a bias; supported: all of {', '.join(names)}")
-    return bool(present)
-
-
 def _token_ids(file: GgufFile, vocab_size: int, *names: str) -> list[int]:
     found = {f"tokenizer.ggml.{name}": file.get(f"tokenizer.ggml.{name}") for name in names}
     for key, value in found.items():
@@ -145,7 +127,7 @@ def _scaling(file: GgufFile, rotary_dim: int, theta: float) -> RopeScaling:
         if factor != 1.0:
             raise ModelError(f"{_DIVISORS} together with a scaling factor of {factor} is not supported")
         return _llama3(file, rotary_dim, theta)
-    if all(name in file.tensors for name in _FACTORS):
+    if any(name in file.tensors for name in _FACTORS):
         return _longrope(file, rotary_dim)
     if kind == "yarn":
         of_all = float(file.own("rope.scaling.yarn_log_multiplier") or 0)
@@ -165,9 +147,9 @@ def _scaling(file: GgufFile, rotary_dim: int, theta: float) -> RopeScaling:
 
 
 def _numbers(file: GgufFile, name: str, rotary_dim: int) -> list[float]:
-    tensor = file.tensors[name]
-    if tensor.kind.name != "F32" or tensor.shape != (rotary_dim // 2,):
-        raise ModelError(f"{name} has an unexpected type or shape {tensor.shape}")
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.kind.name != "F32" or tensor.shape != (rotary_dim // 2,):
+        raise ModelError(f"{name} is missing, or has an unexpected type or shape: {tensor and tensor.shape}")
     return tensor.file.numbers(tensor.offset, tensor.shape, torch.float32).tolist()
 
 

@@ -56,9 +56,7 @@ class GgufHeader:
         tensors = [self._tensor() for _ in range(self._num_tensors)]
         start = -(-self._at // alignment) * alignment
         if wrong := [tensor for tensor in tensors if tensor.offset % alignment]:
-            raise ValueError(
-                f"tensor {wrong[0].name:.60} begins at {wrong[0].offset}, which is no multiple of {alignment}"
-            )
+            raise ValueError(f"tensor {wrong[0].name:.60} begins at {wrong[0].offset}, no multiple of {alignment}")
         self.tensors = [tensor._replace(offset=start + tensor.offset) for tensor in tensors]
 
     @classmethod

@@ -90,9 +90,7 @@ def random_config(shape: str) -> LlamaConfig:
         return RANDOM_SHAPES[shape]
     if (path := Path(os.path.expanduser(shape))).is_file():
         return config_from_hf(read_json(path))
-    raise ModelError(
-        f"unknown shape {shape!r}; choose one of {', '.join(RANDOM_SHAPES)}, or give the path of a config.json"
-    )
+    raise ModelError(f"unknown shape {shape!r}; choose one of {', '.join(RANDOM_SHAPES)}, or the path of a config.json")
 
 
 def only_gguf(folder: Path) -> Path | None:

@@ -25,9 +25,7 @@ _SIZES = {
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-@naming(
-    "config.json", "a value has the wrong type or is invalid", TypeError, ValueError, AttributeError, ArithmeticError
-)
+@naming("config.json", "a value has a wrong type or is invalid", TypeError, ValueError, AttributeError, ArithmeticError)
 def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> LlamaConfig:
     """Read a config.json, and the generation_config.json beside it if there is one.
 

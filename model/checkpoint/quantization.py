@@ -6,10 +6,16 @@ from typing import Any
 
 from tightwire.model.checkpoint.errors import ModelError, naming
 
-_SUPPORTED = (
-    "awq (gemm), gptq, compressed-tensors (W4A16, W8A16, W8A8-int, FP8), fp8; or unquantized safetensors, or GGUF"
-)
+_SUPPORTED = "awq (gemm), gptq, compressed-tensors (W4A16, W8A16, W8A8-int, FP8), fp8; or plain safetensors, or GGUF"
 _BITS = {"awq": (4,), "gptq": (4, 8), "packed": (4, 8), "plain": (8,)}
+_GPTQ = "gptq", "gptq_v2"
+# Keys that say how the numbers are stored, and the values that are read so; modules left out are seen by their tensors.
+_READ: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "awq": {"version": ("gemm",), "zero_point": ("true",)},
+    "gptq": {"checkpoint_format": _GPTQ, "format": _GPTQ, "is_marlin_format": ("false",), "pack_dtype": ("int32",)},
+    "fp8": {"fmt": ("e4m3",)},
+}
+_NOT_READ = ("adapter", "rotation", "extra_config")  # such a key changes what the numbers mean, or adds to them
 _GROUP_ELEMS = 32  # of the packed formats; a scale's columns must be whole groups
 
 
@@ -50,12 +56,14 @@ def parse_quantization(config: Mapping[str, Any]) -> Quantization | None:
     method = str(stated.get("quant_method", "unknown"))
     if method not in _PARSERS:
         raise ModelError(f"the checkpoint is quantized by {method!r}; supported: {_SUPPORTED}")
+    for key, known in {**_READ.get(method, {}), **dict.fromkeys(_NOT_READ, ())}.items():
+        if (value := stated.get(key)) not in (None, "", {}, []) and str(value).lower() not in known:
+            possible = " or ".join(known) or "none"
+            raise ModelError(f"{method} with {key} {value!r:.60} is not supported; supported: {possible}")
     found = _PARSERS[method](stated)
     group = found.group_elems
     if group is not None and (group < _GROUP_ELEMS or group % _GROUP_ELEMS):
-        raise ModelError(
-            f"{method} with groups of {group} numbers is not supported; groups must be whole {_GROUP_ELEMS}s"
-        )
+        raise ModelError(f"{method} with groups of {group} numbers is not supported; supported: whole {_GROUP_ELEMS}s")
     if found.bits not in ((8,) if found.is_float else _BITS[found.layout]):
         kind = "floats of " if found.is_float else ""
         raise ModelError(f"{method} with {kind}{found.bits} bits is not supported; supported: {_SUPPORTED}")
@@ -68,21 +76,20 @@ def _group(size: object) -> int | None:
 
 
 def _awq(stated: Mapping[str, Any]) -> Quantization:
-    version = str(stated.get("version", "gemm")).lower()
-    if version != "gemm":
-        raise ModelError(f"awq version {version!r} is not supported; supported: gemm")
-    bits = int(stated.get("bits", stated.get("w_bit", 4)))
     group = _group(stated.get("group_size", stated.get("q_group_size")))
-    return Quantization("awq", bits, group_elems=group, symmetric=False)
+    return Quantization("awq", int(stated.get("bits", stated.get("w_bit", 4))), group_elems=group, symmetric=False)
 
 
 def _gptq(stated: Mapping[str, Any]) -> Quantization:
+    if changed := [name for name in stated.get("dynamic") or () if not name.startswith("-:")]:
+        raise ModelError(f"gptq with dynamic {changed[0]!r:.60} is not supported; supported: modules left out by -:")
+    versions = stated.get("checkpoint_format"), stated.get("format")
     return Quantization(
         "gptq",
         int(stated.get("bits", 4)),
         group_elems=_group(stated.get("group_size")),
         symmetric=bool(stated.get("sym", True)),
-        stored_zero_offset=int(stated.get("checkpoint_format") != "gptq_v2"),  # the first version stores zero - 1
+        stored_zero_offset=int("gptq_v2" not in versions),  # the first version stores zero - 1
     )
 
 
@@ -97,6 +104,8 @@ def _compressed_tensors(stated: Mapping[str, Any]) -> Quantization:
     if layout not in known:
         raise ModelError(f"compressed-tensors format {layout!r} is not supported; supported: {', '.join(known)}")
     transforms = ((stated.get("transform_config") or {}).get("config_groups") or {}).values()
+    if (sparse := (stated.get("sparsity_config") or {}).get("format", "dense")) != "dense":
+        raise ModelError(f"sparsity_config with format {sparse!r:.60} is not supported; supported: dense")
     places = {str(each.get("location", "input")) for own in transforms for each in own.get("apply") or ()}
     if online := sorted(place for place in places if not place.startswith("weight_")):  # others are in the weights
         raise ModelError(f"transform_config at {', '.join(online)} is not supported; use a checkpoint without it")

@@ -155,6 +155,8 @@ class QuantizedReader:
     def _codes(self, name: str, rows: range, columns: range, read: _Read) -> _Codes:
         own = self._quantization
         raw = read(self._of(name, _CODES[own.layout]))
+        if own.layout == "plain" and raw.dtype not in (torch.int8, torch.float8_e4m3fn):
+            raise ModelError(f"it has a scale, and numbers in {raw.dtype}; supported: int8 or float8_e4m3fn")
         out, inputs = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
         if own.layout in ("awq", "gptq"):
             per_int, order = 32 // own.bits, _AWQ_ORDER if own.layout == "awq" else None

@@ -100,9 +100,7 @@ class SafetensorsReader:
     def _entry(self, name: str) -> _Entry:
         entry = self._found(name)
         if entry.dtype not in _DTYPES:
-            raise ModelError(
-                f"{entry.file.path}: tensor {name} is stored as {entry.dtype}; supported: {', '.join(_DTYPES)}"
-            )
+            raise ModelError(f"{entry.file.path}: tensor {name} is {entry.dtype}; supported: {', '.join(_DTYPES)}")
         return entry
 
 
@@ -133,9 +131,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             start = 8 + int.from_bytes(file.data[:8], "little")
             infos = json.loads(bytes(file.data[8:start]))
     except Exception as error:  # noqa: BLE001 - the library raises no narrower type
-        raise ModelError(
-            f"{path}: truncated, or its safetensors header is damaged: {error}; download it again"
-        ) from None
+        raise ModelError(f"{path}: truncated, or its header is damaged: {error}; download it again") from None
     return {
         name: _Entry(file, info["dtype"], tuple(info["shape"]), start + info["data_offsets"][0])
         for name, info in infos.items()

@@ -1,7 +1,9 @@
 """Names and shapes of a model's tensors, in Hugging Face's names, and the reader of those that files keep stacked."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import Tensor
 
 from tightwire.kernels.spec.packed import Matrix
 from tightwire.model.checkpoint.config import LlamaConfig
@@ -11,6 +13,12 @@ from tightwire.model.checkpoint.reader import CheckpointReader
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+
+# Without these tensors answers are the same: tables that the configuration gives, and scales of activations and of caches.
+_HARMLESS = re.compile(
+    r"rope_(freqs|factors_(short|long))\.weight|.*rot(_embd|ary_emb)\..*|.*[._](input|output|act|[qkv]|kv)_(scale(_ub)?|zero_point)"
+)
+_STORED = re.compile(r"\.(qweight|qzeros|scales|(weight_)?g_idx|weight_(packed|scale|scale_inv|shape|zero_point))$")
 
 # By the places of norms: the tensors of a layer's norms, by their fields in ``LayerWeights``. A result's norm is used when
 # the result is added to the residual.
@@ -104,6 +112,29 @@ def check_tensors(reader: CheckpointReader, config: LlamaConfig) -> None:
             raise ModelError(f"tensor {name} has shape {found}, but the model's configuration requires {want}")
 
 
+def unused_of(names: Iterable[str], config: LlamaConfig, read: Callable[[str], Tensor] | None = None) -> list[str]:
+    """Return those of a file's tensors that are in no module of the model; transformers ignores such too.
+
+    ModelError: others that no layer uses: without a bias or norm answers are wrong. ``read``: None: of a .gguf, all are refused.
+    """
+    stored = set(stored_tensors(config))
+    used, modules = stored if read else {gguf_name(name, config.norms) for name in stored}, set(map(_module, stored))
+    unused = {name for name in names if _STORED.sub(".weight", name) not in used and not _HARMLESS.fullmatch(name)}
+    if read:  # files of GPTQ have biases of zeros
+        unused = {name for name in unused if not name.endswith(".bias") or read(name).any()}
+    if own := sorted(name for name in unused if not read or _module(name) in modules):
+        raise ModelError(
+            f"it has {len(own)} tensors that a {config.family} model of its configuration does not use, such as "
+            f"{', '.join(own[:3])}; supported: files without them. Is its configuration another model's?"
+        )
+    return sorted(unused)
+
+
+def _module(name: str) -> str:
+    """Return the layer that a tensor belongs to, or its module outside of layers."""
+    return ".".join(name.split(".")[: 3 if name.startswith("model.layers.") else -1])
+
+
 class StackedParts:
     """The places of parts in the tensors that a family's files keep stacked by rows."""
 
@@ -147,9 +178,7 @@ class PartsReader:
         if rows is None:
             return shape
         if shape != self._shapes[stored]:
-            raise ModelError(
-                f"tensor {stored} has shape {shape}, but the model's configuration requires {self._shapes[stored]}"
-            )
+            raise ModelError(f"tensor {stored} has shape {shape}, but the model requires {self._shapes[stored]}")
         return (len(rows), *shape[1:])
 
     def stored_as(self, name: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tightwire.kernels.best_number import best_keys, keys_of
 from tightwire.kernels.transfer import upload
-from tightwire.model.sampling.draw import WEIGHT, front_of_sorted, logits_and_ids, scores_of, steps_of, top_keys
+from tightwire.model.sampling.draw import WEIGHT, chosen, front_of_sorted, logits_and_ids, scores_of, steps_of, top_keys
 from tightwire.model.sampling.host_draw import HostDraw
 from tightwire.model.sampling.logprobs import ROWS_AT_ONCE, Gather, score_tokens
 from tightwire.model.sampling.rows import Column, Kind, SampleRows, unpacked_edits
@@ -45,8 +45,8 @@ class TokenChooser:
     def choose(self, logits_RV: Tensor, rows: SampleRows, banned: bytes = b"", phase: str = "") -> Tensor:
         """Return ``rows.num_results`` int64, the same on all ranks: R tokens, and scores as ``logprobs`` has them.
 
-        A token is -1 if the row's largest logit is not finite (NaN, inf, all banned). ``logits_RV``: float32, not modified.
-        ``banned``: a bit for each token of the vocabulary, for each masked row.
+        A token is ``NOT_FINITE`` if the row's largest logit is not a finite number, ``ALL_BANNED`` if all of them are banned.
+        ``logits_RV``: float32, not modified. ``banned``: a bit for each token of the vocabulary, for each masked row.
         """
         if logits_RV.shape != (num_rows := len(rows.table_RC), len(self._ids)):
             raise ValueError(f"expected logits ({num_rows}, {len(self._ids)}), got {tuple(logits_RV.shape)}")
@@ -54,8 +54,7 @@ class TokenChooser:
         def gather(x: Tensor) -> Sequence[Tensor]:
             return self._gather(x, phase)
 
-        targets_R = rows.column(Column.TARGET)
-        choosing = np.flatnonzero(targets_R < 0)
+        choosing = np.flatnonzero((targets_R := rows.column(Column.TARGET)) < 0)
         drawn_R = self._draw(_take(logits_RV, choosing), rows, choosing, banned, gather) if len(choosing) else None
         ids_R = drawn_R
         if ids_R is None or len(ids_R) < num_rows:
@@ -100,8 +99,7 @@ class TokenChooser:
         logits_RV = self._edited(logits_RV, rows, choosing, banned)
         kind_R = rows.column(Column.KIND)[choosing].astype(int)
         if self._alone and not self._by_row and (kind_R == Kind.GREEDY).all():
-            best_R, id_R = logits_RV.max(1)  # as below, in a quarter of the kernels, because no other rank needs keys
-            return torch.where(best_R.abs() < torch.inf, id_R, -1)  # False for NaN
+            return chosen(*logits_RV.max(1), banned)  # as below, in a quarter of the kernels: no other rank needs keys
         by_row = np.flatnonzero(kind_R >= Kind.PLAIN) if self._by_row else kind_R[:0]
         host = [logits_RV[row].numpy() for row in by_row]
         draws = [HostDraw(host, self._ids.start, rows.table_RC[choosing[by_row]])] if host else []
@@ -118,13 +116,13 @@ class TokenChooser:
         by_rank = [own.split([own.numel() for own in keys]) for own in gathered]
         drawn_R = torch.empty(len(choosing), dtype=torch.int64, device=self._device)
         for draw in draws:
-            drawn_R = _put(drawn_R, by_row, draw.tokens([own[0] for own in by_rank], gather))
+            drawn_R = _put(drawn_R, by_row, chosen(*draw.tokens([own[0] for own in by_rank], gather), banned))
         for number, (kind, group) in enumerate(groups.items(), len(draws)):
             keys_RC = torch.cat([own[number].view(keys[number].shape) for own in by_rank], 1)
-            logit_R, id_R = logits_and_ids(self._winners(kind, group, keys_RC, gather))
+            best_R, id_R = logits_and_ids(self._winners(kind, group, keys_RC, gather))
             if kind is not Kind.GREEDY:
-                logit_R = logit_R + 0 * logits_and_ids(keys_RC.amax(1))[0]  # not finite if the best is not
-            drawn_R = _put(drawn_R, places[kind], torch.where(logit_R.isfinite(), id_R, -1))
+                best_R = logits_and_ids(keys_RC.amax(1))[0]
+            drawn_R = _put(drawn_R, places[kind], chosen(best_R, id_R, banned))
         return drawn_R
 
     def _group(self, rows: SampleRows, index: np.ndarray, logits_RV: Tensor, table_RC: Tensor) -> "_Group":

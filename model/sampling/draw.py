@@ -28,6 +28,7 @@ MAX_VOCAB_SIZE = 1 << 20  # sums of weights of 40 bits stay below 2^63
 FRONT = 32
 
 WEIGHT = 2.0**40  # of the best token
+NOT_FINITE, ALL_BANNED = -1, -2  # in place of a token
 NO_TOKEN = int(keys_of(torch.tensor(-torch.inf), torch.tensor(MAX_ID)))
 GOLDEN, FIRST, SECOND = (
     (factor ^ 1 << 63) - (1 << 63) for factor in (0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)
@@ -69,6 +70,12 @@ def logits_and_ids(keys: Tensor) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(logits), torch.from_numpy(MAX_ID - (numbers & MAX_ID))
     bits = (keys >> 32).int()
     return (bits ^ (bits >> 31 & 0x7FFF_FFFF)).view(torch.float32), MAX_ID - (keys & MAX_ID)
+
+
+def chosen(best_R: Tensor, id_R: Tensor, banned: bytes) -> Tensor:
+    """Return the ids of rows with a finite best logit; of the others ``NOT_FINITE``, or ``ALL_BANNED`` if tokens are banned."""
+    none = torch.where(best_R == -torch.inf, ALL_BANNED, NOT_FINITE) if banned else NOT_FINITE
+    return torch.where(best_R.abs() < torch.inf, id_R, none)  # False for NaN
 
 
 def padded(keys_RC: Tensor, width: int) -> Tensor:

@@ -39,8 +39,8 @@ class HostDraw:
             ids_RC[row, : len(columns)] = columns + self._first_id
         return torch.from_numpy(self._fronts(logits_RC, ids_RC)[self._is_sent_RC])
 
-    def tokens(self, keys_by_rank: Sequence[Tensor], gather: Gather) -> Tensor:
-        """Return the token of each row from all ranks' keys; -1 if its largest logit is not finite."""
+    def tokens(self, keys_by_rank: Sequence[Tensor], gather: Gather) -> tuple[Tensor, Tensor]:
+        """Return each row's largest logit and, if that is finite, its token, from all ranks' keys."""
         keys = np.full((len(keys_by_rank), *self._is_sent_RC.shape), NO_TOKEN)
         keys[:, self._is_sent_RC] = torch.stack(list(keys_by_rank)).numpy()
         logits_RC, ids_RC = (x.numpy() for x in logits_and_ids(torch.from_numpy(np.concatenate(keys, 1))))
@@ -55,7 +55,7 @@ class HostDraw:
             masses_RC = torch.stack(list(gather(masses))).sum(0).numpy()
             most_R1 = np.maximum(1.0, self._top_p_R1[cut] * masses_RC[:, FRONT:].astype(float))
             fronts_RC[cut, 0] = fronts_RC[cut, (masses_RC[:, :FRONT] < most_R1).argmax(1)]
-        return torch.from_numpy(np.where(np.isfinite(best_R1[:, 0]), MAX_ID - (fronts_RC[:, 0] & MAX_ID), -1))
+        return torch.from_numpy(best_R1[:, 0]), torch.from_numpy(MAX_ID - (fronts_RC[:, 0] & MAX_ID))
 
     def _masses(self, row: int, front_C: np.ndarray) -> np.ndarray:
         """Return (FRONT + 1,) int64: of this rank's columns, the mass of the tokens before each of the front, and of all."""

@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The chosen tokens, one entry per row; -1 if the largest logit is not finite (NaN, inf, all banned)."""
+    """The chosen tokens, one entry per row; negative if there is none (``TokenChooser.choose``)."""
 
     token_ids: list[int]
     scores: list[TokenScore | None]  # None if params.logprobs is None

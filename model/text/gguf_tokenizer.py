@@ -115,9 +115,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> Backend:
     vocab = {token: index for index, token in enumerate(tokens)}
     unknown = file.get("tokenizer.ggml.unknown_token_id", 0)
     merges = _merges_from_scores(vocab, scores)
-    backend = Backend(
-        models.BPE(vocab=vocab, merges=merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
-    )
+    backend = Backend(models.BPE(vocab, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))
     prefix_space = bool(file.get("tokenizer.ggml.add_space_prefix", True))
     to_spaces = normalizers.Replace(" ", _SPACE)
     # The space precedes every run of text, also after a special token, as in Llama 2's training and llama.cpp.

@@ -13,11 +13,11 @@ from tightwire.model.weights.partition_store import PartitionCut
 
 
 def check_codec(codec: str, stored: Iterable[PackedLayer], formats: WeightFormats) -> None:
-    """Raise ValueError if the codec (a name of ``WEIGHT_CODECS``) encodes nothing in ``stored``."""
+    """Raise ValueError if the codec (a name of ``WEIGHT_CODECS``, or its full one) encodes nothing in ``stored``."""
     if codec != "none" and all(layer.is_plain for layer in stored):
         raise ValueError(
-            f"{codec} has nothing to encode: the layers' matrices are already packed ({formats.name}); omit "
-            "--weight-codec, or unpack the matrices with --quantization none"
+            f"--weight-codec {codec.partition('-')[0]} has nothing to encode: the layers' matrices are already packed ({formats.name}); leave it "
+            "out, or unpack the matrices with --quantization none"
         )
 
 

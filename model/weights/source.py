@@ -15,7 +15,7 @@ from tightwire.kernels.spec.packed import Matrix, Weight
 class LayerWeights:
     """One layer's tensors on this rank's device, already split.
 
-    Fused matrices (``fused``) hold this rank's rows in the order named, so one matrix product serves all of them.
+    Fused matrices (``formats.Fused``) hold this rank's rows in the order named, so one matrix product serves all of them.
     """
 
     # Norms are (D,); None where the model has none. Those of updates apply to the sum of the result before, as it is

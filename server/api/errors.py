@@ -137,7 +137,9 @@ def _near_route(path: str, known: Collection[str]) -> str:
         return f"; did you mean /v1{bare}? The base URL of OpenAI's clients ends in /v1"
     if bare.startswith("/v1/") and bare[3:] in known:
         return f"; did you mean {bare[3:]}? Leave /v1 out of the base URL"
-    return suggest(path[:200], known, otherwise="; GET /openapi.json lists the routes")
+    own = [route for route in known if route.startswith("/v1/")]
+    otherwise = f"; this server has {', '.join(own)}, and others that GET /openapi.json lists"
+    return suggest(path[:200], own if path.startswith("/v1/") else known, otherwise)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, GetCoreSchemaHandler
 from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import no_info_before_validator_function
 
 MAX_NESTING = 256  # of a request's JSON. Python's own limits depend on the place in the program, so some steps would fail above it.
 
@@ -26,20 +27,27 @@ def refusal(why: str) -> PydanticCustomError:
 
 
 def told_apart(kind_of: Callable[[dict[str, Any]], Any], supported: str) -> Discriminator:
-    """Tells the members of a union of ``Fields`` apart; each has the ``Tag`` ~ and its kind. ``supported``: for the error."""
+    """Tells the members of a union of ``Fields`` apart; each has the ``Tag`` ~ and its kind, a text ~. ``supported``: for the error."""
 
     def tag(value: Any) -> str | None:
+        if isinstance(value, str):
+            return "~"
         return f"~{kind_of(value)}" if isinstance(value, dict) and isinstance(value.get("type"), str | None) else None
 
     return Discriminator(tag, custom_error_type="kind", custom_error_message=supported)
 
 
-def _fail_fast(schema: Any) -> Any:
-    """A copy of the schema, or of a part of it, in which each list ends at its first invalid item."""
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _adapted(schema: Any) -> Any:
+    """A copy of the schema, or of a part of it. A list ends at its first invalid item; 4.0 is an integer, as in JSON."""
     if isinstance(schema, dict):
         ends = {"fail_fast": True} if schema.get("type") == "list" else {}
-        return {name: _fail_fast(part) for name, part in schema.items()} | ends
-    return [_fail_fast(part) for part in schema] if isinstance(schema, list) else schema
+        copy: Any = {name: _adapted(part) for name, part in schema.items()} | ends
+        return no_info_before_validator_function(_whole, copy) if schema.get("type") == "int" else copy
+    return [_adapted(part) for part in schema] if isinstance(schema, list) else schema
 
 
 class Fields(BaseModel):
@@ -49,4 +57,4 @@ class Fields(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> Any:
-        return _fail_fast(handler(source))  # to collect the errors of a million items takes seconds
+        return _adapted(handler(source))  # to collect the errors of a million items takes seconds

@@ -1,6 +1,6 @@
 """Request bodies: the supported fields of OpenAI's API and of vLLM's sampling extensions, with their ranges.
 
-A string is not accepted as a number. A top-level ``null`` means "not given".
+A string is not accepted as a number; 4.0 is an integer, as in JSON. A top-level ``null`` means "not given".
 """
 
 from abc import abstractmethod
@@ -49,7 +49,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": (("medium",), "the served models have no verbosity to set"),
     "web_search_options": ((), "this server does not search the web"),
     "moderation": ((), "this server does not moderate"),
-    "best_of": ((1,), "best_of is not supported; use n, logprobs, and pick the best answer yourself"),
+    "best_of": ((1,), "use n, logprobs, and pick the best answer yourself"),
     "suffix": (("",), "insertion before a suffix is not supported"),
     **UNSUPPORTED_EXTENSIONS,
 }
@@ -112,7 +112,6 @@ Prompt = Annotated[Any, BeforeValidator(_check_prompt, json_schema_input_type=_P
 LogitBias = Annotated[Any, BeforeValidator(_check_logit_bias, json_schema_input_type=_Biases)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=_INT64)]
-BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
 
@@ -169,7 +168,7 @@ class SamplingBody(Body):
     allowed_token_ids: list[TokenId] | None = Field(
         None, min_length=1, description="Extension: generate only these, the model's end token only if it is listed."
     )
-    bad_words: list[BadWord] = Field(
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
         default_factory=list, max_length=1024, description="Extension: texts that are not generated."
     )
     structured_outputs: StructuredOutputs | None = Field(None, description="Extension: the form of the answer.")
@@ -249,29 +248,32 @@ class CompletionBody(GenerationBody):
 
 
 class TextPart(Fields):
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str | None = None
+
+
+def text_parts(value: Any) -> Any:
+    """A text as the list of parts that it stands for."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 def _check_content(value: Any, info: ValidationInfo) -> list[Any]:
-    if value is None and info.data.get("tool_calls", True):  # True: they are wrong, which is said already
+    parts = text_parts(info.data.get("refusal") if value is None else value)
+    if parts is None and info.data.get("tool_calls", True):  # True: they are wrong, which is said already
         return []
-    if value is None:
-        raise refusal("is missing; it must be a string or a list of text parts, except in a message with tool_calls")
-    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
     if not isinstance(parts, list) or not parts:
-        raise refusal("must be a string or a list of text parts")
+        raise refusal("must be a string or a list of text parts; it may be missing beside tool_calls or a refusal")
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if isinstance(kind, str) and kind not in ("text", "refusal"):
             raise refusal(f"has a part of type {kind[:40]!r}; the model reads text only")
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if not isinstance(kind, str) or not isinstance(part.get(kind), str):
             raise refusal('has a malformed part; a part is {"type": "text", "text": "..."}')
     return parts
 
 
-_Parts = Annotated[list[TextPart], Field(min_length=1)]
-Content = Annotated[list[TextPart], BeforeValidator(_check_content, json_schema_input_type=str | _Parts)]
+Content = Annotated[list[TextPart], BeforeValidator(_check_content, json_schema_input_type=str | list[TextPart])]
 
 
 class Message(Fields):
@@ -279,12 +281,13 @@ class Message(Fields):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = Field(None, description="Calls that the assistant made.")
+    refusal: str | None = Field(None, description="The text of a message without content.")
     content: Content = Field(default=None, validate_default=True)  # pyright: ignore[reportAssignmentType]
 
     def to_template(self) -> dict[str, Any]:
         """The form that chat templates read. ``developer``, OpenAI's newer name, becomes ``system``."""
         role = "system" if self.role == "developer" else self.role
-        text = "\n".join(part.text for part in self.content)
+        text = "\n".join(part.text or part.refusal or "" for part in self.content)
         calls = [call.to_template() for call in self.tool_calls or ()] or None
         extras = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": calls}
         return {"role": role, "content": text} | {key: value for key, value in extras.items() if value is not None}
@@ -315,7 +318,8 @@ class ChatBody(GenerationBody, TemplateFields):
     top_logprobs: NumLogprobs | None = Field(None, description="Requires logprobs: true.")
     tools: list[Tool] = Field(default_factory=list, max_length=128, description="Functions that the model may call.")
     tool_choice: ToolChoice = Field(
-        "auto", description="none, auto: the model decides, required: it calls one or more, or one tool by name."
+        "auto",
+        description="none, auto: the model decides, required: it calls one or more, one tool by name, or allowed_tools.",
     )
     parallel_tool_calls: bool = Field(True, description="With tool_choice required: several calls are allowed.")
 

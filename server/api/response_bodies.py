@@ -1,5 +1,6 @@
 """Response bodies of all dialects, as msgspec structs: usage, models, tokens, health, /comm and collectives' traces."""
 
+from datetime import UTC, datetime
 from typing import Any, Self
 
 from msgspec import UNSET, Struct, UnsetType
@@ -9,7 +10,6 @@ from tightwire.server.api.serving import ModelInfo
 from tightwire.server.api.trace import CommTotals
 from tightwire.server.ipc.engine_stats import DraftReport, ReplicaLoad
 from tightwire.server.ipc.messages import CommSetup
-from tightwire.server.plan.rank_setup import ServedAdapter
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -27,22 +27,27 @@ class Usage(Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails
 
 
-class ModelCard(Struct):
+class ModelCard(Struct, tag_field="type", tag="model"):
+    """For OpenAI's clients (``object``, ``created``, ``owned_by``), vLLM's (``root``, ``parent``, ``max_model_len``) and Anthropic's."""
+
     id: str
+    display_name: str
     created: int
+    created_at: datetime
     max_model_len: int
     root: str
+    parent: str | None  # of a LoRA adapter: the base model
     object: str = "model"
     owned_by: str = "tightwire"
-    parent: str | None = None  # of a LoRA adapter: the base model
+    lifecycle: str = "active"
 
     @classmethod
-    def of_model(cls, info: ModelInfo, name: str) -> Self:
-        return cls(id=name, created=info.created, max_model_len=info.plan.max_model_len, root=info.root)
-
-    @classmethod
-    def of_adapter(cls, info: ModelInfo, adapter: ServedAdapter) -> Self:
-        return cls(adapter.name, adapter.created, info.plan.max_model_len, adapter.folder, parent=info.name)
+    def of(cls, info: ModelInfo, name: str) -> Self:
+        """The card of the model or of an adapter. Raises ApiError 404 if there is none of this name."""
+        adapter = info.adapter(name)
+        created, root = (adapter.created, adapter.folder) if adapter else (info.created, info.root)
+        made, parent = datetime.fromtimestamp(created, UTC), info.name if adapter else None
+        return cls(name, name, created, made, info.plan.max_model_len, root, parent)
 
 
 class ModelDeleted(Struct):
@@ -55,6 +60,9 @@ class ModelDeleted(Struct):
 
 class ModelList(Struct):
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool = False
     object: str = "list"
 
 

@@ -5,10 +5,10 @@ import re
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import AfterValidator, Field, GetPydanticSchema, Tag, ValidationInfo
 
 from tightwire.server.api.errors import invalid
-from tightwire.server.api.fields import Fields, is_nested_deeply, refusal
+from tightwire.server.api.fields import Fields, is_nested_deeply, refusal, told_apart
 from tightwire.server.api.structured import Schema, checked_grammar
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -69,21 +69,33 @@ class ToolCall(Fields):
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
-def _check_choice(value: Any, info: ValidationInfo) -> str:
-    if value == "auto" and info.data.get("tools") == []:
+class AllowedTools(Fields):
+    mode: Literal["auto", "required"]
+    tools: list[Tool] = Field(description="By name; the other tools are left out of the prompt.")
+
+
+class LimitedChoice(Fields):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _in_short(choice: Any, info: ValidationInfo) -> str:
+    if choice == "auto" and info.data.get("tools") == []:
         raise refusal('is "auto" without tools; send tools, or leave it out')
-    if value in ("none", "auto", "required"):
-        return value
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        tool = '{"type": "function", "function": {"name": "..."}}, which names a tool'
-        raise refusal(f'must be "none", "auto", "required" or {tool}')
-    return "=" + function["name"]
+    if isinstance(choice, LimitedChoice):
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        tools = info.data.get("tools", [])
+        tools[:] = [tool for tool in tools if tool.function.name in names]
+        return choice.allowed_tools.mode
+    return "=" + choice.function.name if isinstance(choice, Tool) else choice
 
 
+ChoiceWord = Annotated[Literal["none", "auto", "required"], Tag("~")]
+CHOICES = told_apart(lambda choice: choice.get("type"), "none, auto, required, function, allowed_tools")
+_Choice = ChoiceWord | Annotated[Tool, Tag("~function")] | Annotated[LimitedChoice, Tag("~allowed_tools")]
+_Shortened = Annotated[_Choice, CHOICES, AfterValidator(_in_short)]
 # "none", "auto", "required", or the name of a tool after "=".
-_Choices = Literal["none", "auto", "required"] | Tool
-ToolChoice = Annotated[str, BeforeValidator(_check_choice, json_schema_input_type=_Choices)]
+ToolChoice = Annotated[str, GetPydanticSchema(lambda _, handler: handler.generate_schema(_Shortened))]
 
 
 def check_tools(tools: list[Tool], choice: str) -> None:

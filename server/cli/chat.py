@@ -25,9 +25,9 @@ _PRINTABLE = {code: to for code, to in _CONTROLS.items() if chr(code) not in "\n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatOptions:
-    url: str = option("http://127.0.0.1:8000", "the server", metavar="URL")
+    url: str = option("http://127.0.0.1:8000", "the server", metavar="URL", parse=remote.parse_url)
     model: str | None = option(None, "the model (the first one the server lists)", parse=as_utf8)
-    api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY")
+    api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY", parse=remote.parse_key)
     system: str | None = option(None, "a message that heads the conversation", metavar="TEXT", parse=as_utf8)
     temperature: float | None = option(0.2, "0: always the most likely token", metavar="T", least=0, most=2)
     max_tokens: int | None = option(None, "longest answer (the server's default)", least=1)

@@ -68,11 +68,6 @@ class AdaptedBody(SamplingBody):
         return ChatBody.model_construct(**shared | {name: value for name, value in fields.items() if value is not None})
 
 
-def text_parts(value: Any) -> Any:
-    """A text as the list of parts that it stands for."""
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 def text_message(role: str, *texts: str, call_id: str | None = None) -> Message:
     parts = [TextPart.model_construct(type="text", text=text) for text in texts]
     return Message.model_construct(role=role, content=parts, tool_call_id=call_id)

@@ -9,10 +9,10 @@ from pydantic_core import PydanticCustomError
 
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, told_apart
-from tightwire.server.api.request_bodies import UNSUPPORTED_EXTENSIONS, Body, ChatBody, Message, Stop
+from tightwire.server.api.request_bodies import UNSUPPORTED_EXTENSIONS, ChatBody, Message, Stop, text_parts
 from tightwire.server.api.structured import Schema
 from tightwire.server.dialects import adapted
-from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message, text_parts
+from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message
 
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mcp_servers": (([],), "this server calls no MCP servers"),
@@ -122,9 +122,14 @@ class OutputConfig(Fields):
     format: OutputFormat | None = None
 
 
-class ConversationFields(Body):
-    """The fields that make up the prompt."""
+class MessagesBody(adapted.AdaptedBody):
+    """``thinking`` and ``cache_control`` are ignored; cached prefixes are found without them."""
 
+    unsupported: ClassVar[Any] = UNSUPPORTED
+
+    max_tokens: int = Field(ge=1, lt=2**31, description="Most tokens of the answer; it ends where the context does.")
+    stop_sequences: Stop = Field(default_factory=list)
+    output_config: OutputConfig | None = Field(None, description="The form of the answer.")
     messages: list[Turn] = Field(min_length=1, description="The answer continues a last one of the assistant.")
     system: _TextBlocks | None = None
     tools: list[_Tool] = Field(default_factory=list, max_length=1024, description="Only tools with a schema are used.")
@@ -138,8 +143,7 @@ class ConversationFields(Body):
         yield from super().ignored_values()
         yield from other_tools(self.tools)
 
-    def chat_fields(self) -> dict[str, Any]:
-        """The chat's fields that these make. Raises ApiError 400."""
+    def to_chat(self) -> ChatBody:
         chosen, functions = self.tool_choice or ToolSelection.model_construct(type="auto"), self.functions().values()
         if (chosen.type == "tool") != (chosen.name is not None):
             raise invalid("tool_choice.name belongs to the type tool, and that type needs it", "tool_choice.name")
@@ -148,13 +152,17 @@ class ConversationFields(Body):
         choices = {"auto": "auto", "none": "none", "any": "required", "tool": f"={chosen.name}"}
         messages = self._messages()
         last = messages[-1]
-        return {
-            "messages": messages,
-            "tools": [adapted.chat_tool(tool.name, tool.description, tool.input_schema) for tool in functions],
-            "tool_choice": choices[chosen.type],
-            "parallel_tool_calls": not chosen.disable_parallel_tool_use,
-            "continue_final_message": last.role == "assistant" and not last.tool_calls and bool(last.content),
-        }
+        form = self.output_config.format if self.output_config is not None else None
+        return self.make_chat(
+            messages=messages,
+            tools=[adapted.chat_tool(tool.name, tool.description, tool.input_schema) for tool in functions],
+            tool_choice=choices[chosen.type],
+            parallel_tool_calls=not chosen.disable_parallel_tool_use,
+            continue_final_message=last.role == "assistant" and not last.tool_calls and bool(last.content),
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            response_format=adapted.schema_format(form.schema_) if form is not None else None,
+        )
 
     def _messages(self) -> list[Message]:
         system = [block.text for block in self.system or () if block.text]
@@ -181,26 +189,8 @@ class ConversationFields(Body):
         return messages
 
 
-class CountTokensBody(ConversationFields):
-    """The fields of a message that make up its prompt; others are ignored."""
+class CountTokensBody(MessagesBody):
+    """Only the fields that make up the prompt have an effect."""
 
     unsupported: ClassVar[Any] = {}
-
-
-class MessagesBody(ConversationFields, adapted.AdaptedBody):
-    """``thinking`` and ``cache_control`` are ignored; cached prefixes are found without them."""
-
-    unsupported: ClassVar[Any] = UNSUPPORTED
-
-    max_tokens: int = Field(ge=1, lt=2**31, description="Most tokens of the answer; it ends where the context does.")
-    stop_sequences: Stop = Field(default_factory=list)
-    output_config: OutputConfig | None = Field(None, description="The form of the answer.")
-
-    def to_chat(self) -> ChatBody:
-        form = self.output_config.format if self.output_config is not None else None
-        return self.make_chat(
-            **self.chat_fields(),
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            response_format=adapted.schema_format(form.schema_) if form is not None else None,
-        )
+    max_tokens: int = 1

@@ -41,6 +41,10 @@ class OutputCall(Struct, tag_field="type", tag="function_call"):
     status: str = "in_progress"
 
 
+class InputTokens(Struct, tag_field="object", tag="response.input_tokens"):
+    input_tokens: int
+
+
 class InputTokensDetails(Struct, frozen=True):
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -173,10 +177,10 @@ class ErrorEvent(Event, tag_field="type", tag="error"):
 
 EVENTS = (ResponseEvent, ItemEvent, PartEvent, TextDelta, TextDone, ArgumentsDelta, ArgumentsDone, ErrorEvent)
 # Fields of a request that its response repeats.
-_REPEATED = (
+_REPEATED = {
     *("instructions", "tool_choice", "parallel_tool_calls", "temperature", "top_p", "presence_penalty"),
     *("frequency_penalty", "max_output_tokens", "metadata", "safety_identifier", "prompt_cache_key"),
-)
+}
 
 
 class ResponsesDialect(AdaptedDialect):
@@ -203,7 +207,7 @@ class ResponsesDialect(AdaptedDialect):
             text={"format": {"type": "text"}} | text,
             tools=[optional | tool.model_dump() for tool in asked.functions().values()],
             top_logprobs=asked.top_logprobs or 0,
-            **{name: getattr(asked, name) for name in _REPEATED},
+            **asked.model_dump(include=_REPEATED, warnings=False),  # of choices, which are told apart by their JSON
         )
         self._count = count().__next__  # the number of the next event
         self._entries: list[TokenEntry] = []  # with logprobs, not sent yet

@@ -7,12 +7,12 @@ from pydantic import BeforeValidator, Field, Tag
 
 from tightwire.server.api import request_bodies
 from tightwire.server.api.errors import invalid
-from tightwire.server.api.fields import Fields, refusal, told_apart
-from tightwire.server.api.request_bodies import ChatBody, Message, Stop
+from tightwire.server.api.fields import Fields, told_apart
+from tightwire.server.api.request_bodies import ChatBody, Message, Stop, text_parts
 from tightwire.server.api.structured import ResponseFormat, Schema
-from tightwire.server.api.tools import Name
+from tightwire.server.api.tools import CHOICES, ChoiceWord, Name
 from tightwire.server.dialects import adapted
-from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message, text_parts
+from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message
 
 _STATELESS = "this server stores no responses; send the whole conversation as input"
 _IN_CHAT = "it is a field of chat completions; in this API use "
@@ -44,7 +44,7 @@ class InputText(Fields):
 
 class RefusalText(Fields):
     type: Literal["refusal"]
-    refusal: str
+    text: str = Field(alias="refusal")
 
 
 def _part_kind(part: dict[str, Any]) -> Any:
@@ -56,10 +56,6 @@ _Part = Annotated[
     told_apart(_part_kind, "input_text, output_text, refusal; the model reads text only"),
 ]
 _Parts = Annotated[list[_Part], BeforeValidator(text_parts, json_schema_input_type=str | list[_Part])]
-
-
-def _texts(parts: list[Any]) -> list[str]:
-    return [part.text if isinstance(part, InputText) else part.refusal for part in parts]
 
 
 class _Item(Fields):
@@ -143,9 +139,6 @@ AnyTool = Annotated[
     told_apart(lambda tool: "function" if tool.get("type") == "function" else "other", "objects with a type"),
 ]
 
-_ALLOWED = '{"type": "allowed_tools", "mode": "auto", "tools": [...]}'
-_CHOICES = f'must be "none", "auto", "required", {{"type": "function", "name": "..."}} or {_ALLOWED}'
-
 
 class NamedChoice(Fields):
     type: Literal["function"]
@@ -158,23 +151,9 @@ class AllowedChoice(Fields):
     tools: list[dict[str, Any]]
 
 
-def _check_choice(value: Any) -> Any:
-    if value in ("none", "auto", "required"):
-        return value
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function" and isinstance(value.get("name"), str):
-        return value
-    allowed = value.get("tools") if kind == "allowed_tools" else None
-    are_tools = isinstance(allowed, list) and all(isinstance(tool, dict) for tool in allowed)
-    if are_tools and value.get("mode") in ("auto", "required"):
-        return value
-    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
-        raise refusal(f"names a tool of the type {kind[:40]!r}; this server has only functions")
-    raise refusal(_CHOICES)
-
-
-_Choices = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
-_Choice = Annotated[Any, BeforeValidator(_check_choice, json_schema_input_type=_Choices)]
+_Choice = Annotated[
+    ChoiceWord | Annotated[NamedChoice, Tag("~function")] | Annotated[AllowedChoice, Tag("~allowed_tools")], CHOICES
+]
 _Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 
@@ -191,7 +170,7 @@ class ResponsesBody(adapted.AdaptedBody):
     stop: Stop = Field(default_factory=list, description="Extension.")
     text: TextOptions | None = Field(None, description="The form of the answer.")
     tools: list[AnyTool] = Field(default_factory=list, max_length=128, description="Only functions are used.")
-    tool_choice: _Choice = Field("auto", description="As in chat completions, or a list of allowed tools.")
+    tool_choice: _Choice = Field("auto", description="As in chat completions.")
     parallel_tool_calls: bool = Field(True, description="With tool_choice required: several calls are allowed.")
     include: list[str] = Field(default_factory=list, description=f"{LOGPROBS}; others are ignored.")
     top_logprobs: request_bodies.NumLogprobs | None = None
@@ -206,8 +185,8 @@ class ResponsesBody(adapted.AdaptedBody):
 
     def functions(self) -> dict[int, FunctionTool]:
         functions = {index: tool for index, tool in enumerate(self.tools) if isinstance(tool, FunctionTool)}
-        if self._choice_type == "allowed_tools":
-            names = [tool.get("name") for tool in self.tool_choice["tools"] if tool.get("type") == "function"]
+        if isinstance(self.tool_choice, AllowedChoice):
+            names = [tool.get("name") for tool in self.tool_choice.tools if tool.get("type") == "function"]
             functions = {index: tool for index, tool in functions.items() if tool.name in names}
         return functions
 
@@ -231,24 +210,20 @@ class ResponsesBody(adapted.AdaptedBody):
         num_instructions = len(messages)
         for item in self.input:
             if isinstance(item, InputMessage):
-                messages.append(text_message(item.role, *_texts(item.content)))
+                messages.append(text_message(item.role, *(part.text for part in item.content)))
             elif isinstance(item, CallItem):
                 adapted.add_call(messages, item.call_id, item.name, item.arguments)
             elif isinstance(item, CallOutputItem):
-                messages.append(text_message("tool", *_texts(item.output), call_id=item.call_id))
+                messages.append(text_message("tool", *(part.text for part in item.output), call_id=item.call_id))
         if len(messages) == num_instructions:
             raise invalid("input has no message, only reasoning, which is left out of the prompt", "input")
         return messages
 
-    @property
-    def _choice_type(self) -> str:
-        return self.tool_choice["type"] if isinstance(self.tool_choice, dict) else ""
-
     def _chat_choice(self) -> str:
         """The choice in the form of ``ToolChoice``."""
-        if self._choice_type == "function":
-            return "=" + self.tool_choice["name"]
-        return self.tool_choice["mode"] if self._choice_type == "allowed_tools" else self.tool_choice
+        if isinstance(self.tool_choice, NamedChoice):
+            return "=" + self.tool_choice.name
+        return self.tool_choice.mode if isinstance(self.tool_choice, AllowedChoice) else self.tool_choice
 
     def _format(self) -> ResponseFormat | None:
         given = self.text.format if self.text is not None else None

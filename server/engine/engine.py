@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from tightwire.model.sampling.draw import ALL_BANNED
 from tightwire.model.sampling.sampler import Sampler
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import Drafter
@@ -54,8 +55,7 @@ class Engine:
         """``limits``: the limits of each replica. ``plan_ahead``: launch each step before waiting for the previous one; with one replica only."""
         if plan_ahead and num_replicas > 1:
             raise ValueError(f"steps of {num_replicas} replicas cannot be planned ahead")
-        self._runner, self._rules, self._drafter, self._clock = runner, rules, drafter, clock
-        self._sampler = sampler
+        self._runner, self._rules, self._drafter, self._clock, self._sampler = runner, rules, drafter, clock, sampler
         self.adapters = adapters or AdapterTable(0)
         self._counters, self._times = EngineCounters(), StepTimes(clock, runner.comm_spent)
         self._replicas = Replicas(limits, num_replicas, drafter, self._counters)
@@ -130,9 +130,10 @@ class Engine:
                 if each.token_ids:
                     outputs.append(self._make_output(each))
                 if each.broken:
-                    params = each.chunk.request.params
-                    why = _GRAMMAR_BROKE if params.grammar else _ALL_BANNED if params.bad_words else ""
-                    outputs.append(self._end(each.chunk.request, "refused" if why else "error", why or _NOT_FINITE))
+                    params, ended = each.chunk.request.params, ("error", _NOT_FINITE)
+                    if each.broken == ALL_BANNED and params.has_mask:
+                        ended = "refused", _GRAMMAR_BROKE if params.grammar else _ALL_BANNED
+                    outputs.append(self._end(each.chunk.request, *ended))
         return StepResult(outputs=outputs, stats=self.stats())
 
     def _admit_compiled(self) -> None:
@@ -171,8 +172,7 @@ class Engine:
 
     def _make_output(self, new: NewTokens) -> Output:
         """The output with a step's new tokens; the sequence's last one if it stops here."""
-        request, finish_reason = new.chunk.request, new.finish_reason
-        num_new = len(new.token_ids)
+        request, finish_reason, num_new = new.chunk.request, new.finish_reason, len(new.token_ids)
         request.num_computed += new.num_right
         self._counters.num_generation_tokens += num_new
         if new.chunk.draft and self._drafter is not None:

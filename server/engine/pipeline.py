@@ -92,7 +92,7 @@ class NewTokens:
         self.num_forced = 0  # how many tokens at the end were forced by the grammar, without logits
         self.logprobs: list[TokenScore] = []
         self.finish_reason: str | None = None
-        self.broken = False  # the logits are not finite, so no token can be chosen
+        self.broken = 0  # NOT_FINITE or ALL_BANNED if no token can be chosen
         self._is_deferred = False
 
     def defer(self, index: int) -> None:
@@ -111,7 +111,7 @@ class NewTokens:
         self.undo_defer()
         request = self.chunk.request
         if token_id < 0:
-            self.broken = True
+            self.broken = token_id
             return
         self.token_ids.append(token_id)
         request.token_ids.append(token_id)

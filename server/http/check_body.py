@@ -72,7 +72,7 @@ def check_fields(fields: dict[str, Any], kind: type[BodyT]) -> BodyT:
         raise invalid("the body is nested too deeply") from None
     for path, name, value in _extra_fields(body):
         neutral, advice = kind.unsupported.get(name, ((value,), ""))
-        if not any(value == allowed and type(value) is type(allowed) for allowed in neutral):
+        if not any(value == allowed and isinstance(value, bool) is isinstance(allowed, bool) for allowed in neutral):
             raise invalid(f"{path}={_short(value)} is not supported: {advice}", path, code="unsupported_parameter")
     return body
 
@@ -117,7 +117,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     if not raw:
         raise invalid("the body is empty; send a JSON object", code="invalid_json")
     try:
-        fields = msgspec.json.decode(raw)
+        fields = msgspec.json.decode(raw.removeprefix(b"\xef\xbb\xbf"))  # Windows writes a byte order mark
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:

@@ -54,6 +54,7 @@ OPERATIONS = {
     "/v1/chat/completions": _json(ChatCompletion, (*_PARSING, 429), request_bodies.ChatBody, (ChatChunk,)),
     "/v1/completions": _json(Completion, (*_PARSING, 429), request_bodies.CompletionBody, (Completion,)),
     "/v1/responses": _json(ResponseBody, (*_PARSING, 429), ResponsesBody, responses_answer.EVENTS),
+    "/v1/responses/input_tokens": _json(responses_answer.InputTokens, _PARSING, ResponsesBody),
     "/v1/messages": _json(AnsweredMessage, (*_PARSING, 429), MessagesBody, messages_answer.EVENTS, MessagesErrorBody),
     "/v1/messages/count_tokens": _json(TokenCount, _PARSING, CountTokensBody, (), MessagesErrorBody),
     "/v1/models": _json(response_bodies.ModelList, (503,)),

@@ -39,7 +39,7 @@ class RequestLog:
         }
         if self._prompts and record.asked is not None:
             field = record.asked.text_param
-            line[field] = to_jsonable_python(getattr(record.asked, field))
+            line[field] = to_jsonable_python(getattr(record.asked, field), exclude_none=True)
         text = msgspec.json.encode(line).decode()
         self._handler.handle(logging.LogRecord("requests", logging.INFO, "", 0, text, None, None))
 

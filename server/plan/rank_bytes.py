@@ -21,8 +21,8 @@ from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions
 
 # A process before its first tensor: interpreter and torch; with CUDA also the context and cuBLAS, on a CPU what choosing tokens
-# takes beside the logits (289 to 317 MiB in bench/RESULTS.md).
-_RUNTIME_BYTES = {"cpu": 300 << 20, "cuda": 1 << 30}
+# takes beside the logits (230 to 260 MiB, of which ranks share about 120 with the process that forked them).
+_RUNTIME_BYTES = {"cpu": 240 << 20, "cuda": 1 << 30}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

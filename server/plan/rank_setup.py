@@ -1,9 +1,10 @@
-"""The two lines of JSON that a rank process reads from standard input: its identity, then its work."""
+"""The lines of JSON that the processes of ranks read: the identities of a host's ranks, then for each rank its work."""
 
 import time
 
 import msgspec
 
+from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.link import Link
 from tightwire.comm.link.wire import LinkFacts
 from tightwire.comm.policy.rules import Policy
@@ -13,7 +14,7 @@ from tightwire.server.config.serve import ServeConfig
 
 
 class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line: this rank's place, and the addresses it needs for reporting."""
+    """A rank's place, and the addresses it needs for reporting."""
 
     rank: int
     world_size: int
@@ -21,6 +22,7 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     to_parent: str  # zmq address of the parent's inbox, shared by all ranks
     inboxes: tuple[str, ...]  # zmq address of each rank's inbox; rank 0 sends plans to the others'
     reporter: str  # zmq address where this rank's reporter listens to the parent
+    work_fd: int  # the pipe with its work, which ends when the parent does
     store_port: int  # of the rendezvous store
     store_fd: int | None  # rank 0 only: the socket already listening on that port
     segment_fd: int | None = None  # memory shared by all ranks; None: unavailable
@@ -31,8 +33,26 @@ class RankIdentity(msgspec.Struct, frozen=True, kw_only=True):
     num_local: int = 1
     store_host: str = "127.0.0.1"  # the store's address
     socket_port: int = 0  # where it accepts other ranks' sockets; 0: any free port
-    interface: str | None = None  # network interface towards the other nodes, if each node is a network namespace
+    node: EmulatedNode | None = None  # the network namespace that it enters; None: its host's own
     throttle: Link | None = None  # rate limit on this rank's messages between nodes
+
+    @property
+    def interface(self) -> str | None:
+        """Towards the other nodes, if each node is a network namespace."""
+        return None if self.node is None else self.node.interface
+
+    @property
+    def fds(self) -> set[int]:
+        """The file descriptors that this rank gets from its parent."""
+        segments = self.segment_fd, self.node_segment_fd, self.replica_segment_fd, self.peer_segment_fd
+        return {fd for fd in (self.work_fd, self.store_fd, *segments) if fd is not None}
+
+
+class RanksToFork(msgspec.Struct, frozen=True):
+    """The ranks of a host, and the pipe through which their parent is told the ids of their processes, in order."""
+
+    identities: tuple[RankIdentity, ...]
+    ids_fd: int
 
 
 class NamedPolicy(msgspec.Struct, frozen=True):

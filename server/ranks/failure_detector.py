@@ -15,7 +15,8 @@ from tightwire.parent_death import state_of
 from tightwire.server.ipc.messages import Failed, FromRank, Heartbeat, Ready, Stage
 from tightwire.server.plan.rank_setup import rank_name
 
-# A rank that imports libraries from a slow disk may hold the interpreter, and delay the heartbeat, for long.
+_IMPORTING = "importing PyTorch"  # before it is forked, and can be heard
+# A rank that imports more from a slow disk may hold the interpreter, and delay the heartbeat, for long.
 _LOADING_PATIENCE = 12
 # How long ranks may load without a part of a stage done, before the log says what each does.
 _SAY_STALLED_S = 60.0
@@ -60,7 +61,7 @@ class Watch:
         node_of: Callable[[int], str] = lambda rank: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``pids``: the process of each rank; 0 for one of another host. ``tp``: ranks of a replica. ``node_of``: the name of a rank's host; empty if there is one."""
+        """``pids``: the process of each rank, which may change until the rank is heard; 0 for one of another host. ``tp``: ranks of a replica. ``node_of``: the name of a rank's host; empty if there is one."""
         self.serving = False
         self.reason: str | None = None
         self._rank_timeout_s, self._step_timeout_s = rank_timeout_s, step_timeout_s
@@ -68,9 +69,9 @@ class Watch:
         self._clock, self._last_check = clock, clock()
         self._first_sign_s = float("inf")  # when the first exit or failure was seen
         self._moved_s: float | None = None  # when a rank last did a part of a stage, after ``begin_loading``
-        self._node_of = node_of
+        self._node_of, self._pids = node_of, pids
         self._ranks = {
-            rank: _Rank(pid, clock(), Heartbeat(rank=rank, step=-1, doing="starting", busy_s=0.0))
+            rank: _Rank(pid, clock(), Heartbeat(rank=rank, step=-1, doing=_IMPORTING, busy_s=0.0))
             for rank, pid in pids.items()
         }
 
@@ -82,7 +83,7 @@ class Watch:
                 rank.moved_s = 0.0
             elif (message.num_collectives, message.num_fetched) != (rank.beat.num_collectives, rank.beat.num_fetched):
                 rank.moved_s = message.busy_s
-            rank.heard_s, rank.beat = self._clock(), message
+            rank.heard_s, rank.beat, rank.pid = self._clock(), message, self._pids[message.rank]
         elif isinstance(message, Ready):
             # The last heartbeat may be from a long warm-up, which has no time limit.
             rank = self._ranks[message.rank]
@@ -165,7 +166,8 @@ class Watch:
     def _silent(self, rank: _Rank, now: float) -> str | None:
         if not rank.pid and self._moved_s is None:
             return None  # its host may start again until all have joined, for which there is another deadline
-        limit = self._rank_timeout_s * (1 if self.serving else _LOADING_PATIENCE)
+        patience = 1.0 if self.serving else float("inf") if rank.beat.doing == _IMPORTING else _LOADING_PATIENCE
+        limit = self._rank_timeout_s * patience
         silent_s = now - rank.heard_s
         if silent_s > self._rank_timeout_s and rank.pid and state_of(rank.pid) in ("T", "t"):
             return f"is stopped (SIGSTOP), silent for {silent_s:.1f} s, last seen at: {rank.doing}"

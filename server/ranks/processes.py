@@ -1,13 +1,16 @@
-"""Starts the rank processes, sends them their work, reports their exits, and kills them."""
+"""Starts the rank processes, which one process forks (``worker``), sends them their work, reports their exits, and kills them."""
 
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import IO, Self
@@ -20,10 +23,10 @@ from tightwire.comm.link.emulated_network import EmulatedNode
 from tightwire.comm.link.wire import Wire
 from tightwire.comm.transport.segment import make_segment, why_unusable
 from tightwire.kernels.cpu.library import available
-from tightwire.parent_death import die_with_parent, ignore_terminal_signals
+from tightwire.parent_death import adopt_orphans, die_with_parent, ignore_terminal_signals
 from tightwire.server.hosts.place import HostPlace, listen
 from tightwire.server.ipc.channels import make_address
-from tightwire.server.plan.rank_setup import RankIdentity, RankWork
+from tightwire.server.plan.rank_setup import RankIdentity, RanksToFork, RankWork
 
 # Not imported here: it imports torch, and the ranks must start before that.
 WORKER = (sys.executable, "-m", f"{__package__}.worker")
@@ -63,7 +66,6 @@ class Ranks:
         )
         self.reporters = tuple(make_address(f"reporter{rank}", folder) for rank in self.numbers)
         self._wire = wire
-        self._processes: list[subprocess.Popen[bytes]] = []
         # Memory shared by all ranks, by those of a node, of a replica or stage, and by those of a node that hold the same weights.
         num_parts = num_replicas if num_replicas > 1 else num_stages
         tp, per_node = world_size // num_parts, num_replicas // num_nodes
@@ -76,20 +78,59 @@ class Ranks:
         if why_unusable() is not None:
             sizes = {}
         segments: dict[tuple[str, int], int] = {}
+        identities: list[RankIdentity] = []
         # The store's socket listens before any rank runs, so that no rank connects too early or finds the port taken.
         with self._open_store() as listener:
-            for rank in self.numbers:
+            works = [os.pipe() for _ in self.numbers]
+            self._works = [os.fdopen(write, "wb") for _, write in works]
+            told_fd, ids_fd = os.pipe()
+            for rank, (work_fd, _) in zip(self.numbers, works, strict=True):
                 node = rank * num_nodes // world_size
                 parts = (0, node, rank // tp, node * tp + rank % tp)
-                fds: dict[str, int] = {}
+                fds = {"work_fd": work_fd}
                 for (kind, size), part in zip(sizes.items(), parts, strict=False):
                     if size > 1:
                         if (kind, part) not in segments:
                             segments[kind, part] = make_segment(size)
                         fds[kind] = segments[kind, part]
-                self._processes.append(self._start(rank, listener, fds, command))
-        for fd in segments.values():
+                identities.append(self._identity(rank, listener, fds))
+            adopt_orphans(True)
+            given = set[int]().union(*(each.fds for each in identities))
+            self._fork_server = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                env=_environment(per_host, "" if place is None else place.interface),
+                pass_fds=(ids_fd, *given),
+                preexec_fn=_begin,  # noqa: PLW1509 - a few system calls, and no other thread runs yet
+            )
+        for fd in (ids_fd, *segments.values(), *(read for read, _ in works)):
             os.close(fd)  # the ranks hold their own copies
+        # The process ids of this host's ranks, by rank; as long as a rank is not forked, that of the process that forks it.
+        self.pids = dict.fromkeys(self.numbers, self._fork_server.pid)
+        self._exits: dict[int, Future[int]] = {rank: Future() for rank in self.numbers}
+        self._killed = False
+        assert self._fork_server.stdin is not None, "a pipe was asked for"
+        with self._fork_server.stdin as pipe:
+            _tell(pipe, RanksToFork(tuple(identities), ids_fd))
+        threading.Thread(target=self._collect, args=(told_fd,), daemon=True).start()
+
+    def _collect(self, told_fd: int) -> None:
+        """Take the ranks over from the process that forks them, and wait for each."""
+        with open(told_fd, "rb") as told:
+            forked = dict(zip(self.numbers, map(int, told), strict=False))
+        code = self._fork_server.wait()  # from now on they are children of this process
+        adopt_orphans(False)
+        self.pids.update(forked)
+        for rank in self.numbers:
+            if rank not in forked:
+                self._exits[rank].set_result(code)
+            else:
+                threading.Thread(target=self._await_exit, args=(rank,), daemon=True).start()
+        if self._killed:
+            self.begin_kill()
+
+    def _await_exit(self, rank: int) -> None:
+        self._exits[rank].set_result(os.waitstatus_to_exitcode(os.waitpid(self.pids[rank], 0)[1]))
 
     def __enter__(self) -> Self:
         return self
@@ -111,18 +152,11 @@ class Ranks:
             return socket.create_server(("127.0.0.1", 0), backlog=backlog)
         return node.visit(lambda: socket.create_server((node.address, 0), backlog=backlog))
 
-    @property
-    def pids(self) -> dict[int, int]:
-        """The process ids of this host's ranks, by rank."""
-        return {rank: process.pid for rank, process in zip(self.numbers, self._processes, strict=True)}
-
-    def _start(
-        self, rank: int, listener: socket.socket, segment_fds: Mapping[str, int], command: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
-        """Start one rank. ``segment_fds``: shared memory, by field name of the identity."""
-        node, place, local_rank = self._node(rank), self.place, rank - self.numbers.start
+    def _identity(self, rank: int, listener: socket.socket, fds: Mapping[str, int]) -> RankIdentity:
+        """``fds``: those of shared memory and of the work, by field name."""
+        place, local_rank = self.place, rank - self.numbers.start
         host, port = listener.getsockname()[:2] if place is None else (place.master, place.store_port)
-        identity = RankIdentity(
+        return RankIdentity(
             rank=rank,
             world_size=len(self.inboxes),
             parent_pid=os.getpid(),
@@ -135,78 +169,64 @@ class Ranks:
             store_port=port,
             store_fd=listener.fileno() if rank == 0 else None,
             socket_port=0 if place is None else place.sum_port(rank),
-            interface=None if node is None else node.interface,
+            node=self._node(rank),
             throttle=None if self._wire is None else self._wire.throttle,
-            **segment_fds,
+            **fds,
         )
-        inherited = [*segment_fds.values(), *([listener.fileno()] if rank == 0 else [])]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            env=_environment(len(self.numbers), "" if place is None else place.interface),
-            pass_fds=inherited,
-            preexec_fn=partial(_begin, node),  # noqa: PLW1509 - a few system calls, and no other thread runs yet
-        )
-        self._tell(process, identity)
-        return process
 
     def hand_out(self, work: RankWork) -> None:
         """Send every rank its work. A rank that has died is noticed by its exit, not here."""
-        for process in self._processes:
-            self._tell(process, work)
-
-    def _tell(self, process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            _stdin_of(process).write(msgspec.json.encode(message) + b"\n")
-            _stdin_of(process).flush()
+        for pipe in self._works:
+            _tell(pipe, work)
 
     def on_exit(self, loop: asyncio.AbstractEventLoop, callback: Callable[[int, int], None]) -> None:
         """Call ``callback(rank, exit code)`` on ``loop`` as soon as a process ends; negative codes are signals."""
 
-        def wait(rank: int, process: subprocess.Popen[bytes]) -> None:
-            code = process.wait()
+        def tell(rank: int, end: Future[int]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(callback, rank, code)
+                loop.call_soon_threadsafe(callback, rank, end.result())
 
-        for rank, process in zip(self.numbers, self._processes, strict=True):
-            threading.Thread(target=wait, args=(rank, process), daemon=True).start()
+        for rank, end in self._exits.items():
+            end.add_done_callback(partial(tell, rank))
 
     def begin_kill(self) -> None:
         """Send SIGKILL to all ranks, stopped ones too."""
-        for process in self._processes:
-            process.kill()
+        self._killed = True
+        self._fork_server.kill()
+        for rank, end in self._exits.items():
+            if self.pids[rank] != self._fork_server.pid and not end.done():
+                with contextlib.suppress(ProcessLookupError):  # it ends at this moment
+                    os.kill(self.pids[rank], signal.SIGKILL)
 
     def kill(self) -> None:
         """Kill all ranks and reap them, which takes seconds on a busy machine."""
         self.begin_kill()
-        for process in self._processes:
-            # A process in an uninterruptible read from a dead file server cannot be reaped; the kernel ends it later.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=5)
+        # A process in an uninterruptible read from a dead file server cannot be reaped; the kernel ends it later.
+        futures.wait(self._exits.values(), timeout=5)
+        for pipe in self._works:
             with contextlib.suppress(BrokenPipeError):
-                _stdin_of(process).close()
+                pipe.close()
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether all ranks exit on their own within ``timeout_s``."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        while any(process.poll() is None for process in self._processes):
+        while not all(end.done() for end in self._exits.values()):
             if asyncio.get_running_loop().time() > deadline:
                 return False
             await asyncio.sleep(0.02)
         return True
 
 
-def _stdin_of(process: subprocess.Popen[bytes]) -> IO[bytes]:
-    assert process.stdin is not None, "every rank is started with a pipe"
-    return process.stdin
+def _tell(pipe: IO[bytes], message: msgspec.Struct) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        pipe.write(msgspec.json.encode(message) + b"\n")
+        pipe.flush()
 
 
-def _begin(node: EmulatedNode | None) -> None:
+def _begin() -> None:
     """Runs in the child before its program starts."""
     die_with_parent()
     ignore_terminal_signals()
-    if node is not None:
-        node.enter()
 
 
 def _environment(num_local: int, interface: str) -> dict[str, str]:
@@ -220,6 +240,7 @@ def _environment(num_local: int, interface: str) -> dict[str, str]:
         **dict.fromkeys(_THREAD_VARIABLES, threads),
         # Of the store: the C++ stack when rank 0 has ended before a rank asks who failed, and clients' names without DNS.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "OPENBLAS_NUM_THREADS": "1",  # NumPy would start threads when it is imported, which no forked rank has
         "GOMP_SPINCOUNT": "40000",  # 2 ms, not 16, of threads without work, which keep ranks from cores that drafts used
         **os.environ,
         # Ranks run the parent's own code, even if it is not installed.

@@ -6,6 +6,7 @@ import logging
 import re
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Self, TypeVar
@@ -48,7 +49,7 @@ class RankedEngine:
         self._config, self._ranks, self._display = config, ranks, display
         self.hosts = choose_hosts(config, ranks.place, ranks.numbers, ranks.link, self)
         self.watch = Watch(
-            dict.fromkeys(self.hosts.watched, 0) | ranks.pids,
+            ChainMap(ranks.pids, dict.fromkeys(self.hosts.watched, 0)),
             rank_timeout_s=config.timeouts.rank_timeout_s,
             step_timeout_s=config.timeouts.step_timeout_s,
             tp=config.parallel.tp,

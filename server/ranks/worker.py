@@ -1,4 +1,8 @@
-"""Starts one rank process, and reports to its parent. Imports no torch, so that heartbeats start early."""
+"""Forks the rank processes of a host from one that has imported torch, and runs a rank in each.
+
+So a host imports once for all its ranks, which share the memory of what is imported. This process ends when it has forked them; then
+they are children of its parent. Only the thread that forks exists in them, so nothing that is imported may start one.
+"""
 
 import logging
 import os
@@ -14,10 +18,10 @@ import msgspec
 from tightwire.comm.errors import CommError
 from tightwire.comm.link.wire import LinkTooFastError
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
-from tightwire.parent_death import die_at_end_of_stdin, end_stopped_parent
+from tightwire.parent_death import await_adoption, die_at_end_of_stdin, end_stopped_parent
 from tightwire.progress import importing
 from tightwire.server.ipc.messages import Failed
-from tightwire.server.plan.rank_setup import RankIdentity, RankWork
+from tightwire.server.plan.rank_setup import RankIdentity, RanksToFork, RankWork
 from tightwire.server.ranks.reporter import Reporter
 
 # Errors whose message alone tells the user what to do about a file, a disk or an option. Others get a traceback.
@@ -35,23 +39,42 @@ def _import_body() -> Body:
 
 
 def main(import_body: Callable[[], Body] = _import_body) -> int:
-    """Run one rank to its end. The body that is imported runs once the work is known; tests have their own."""
-    identity = _read_line(RankIdentity)
-    if os.getppid() != identity.parent_pid:
-        return 1  # the parent died before the kernel was asked to watch it
+    """Fork the ranks, or run one to its end, in a process that was forked. ``import_body``: tests have their own."""
+    ranks, own_id = _read_line(RanksToFork), os.getpid()
+    with importing():
+        try:
+            imported = import_body()
+        except BaseException as error:  # noqa: BLE001 - each rank tells it to the parent
+            imported = error
+    for identity in ranks.identities:
+        if not (process_id := os.fork()):
+            for fd in {ranks.ids_fd}.union(*(each.fds for each in ranks.identities)) - identity.fds:
+                os.close(fd)
+            return _run_rank(identity, imported) if await_adoption(own_id, identity.parent_pid) else 1
+        os.write(ranks.ids_fd, b"%d\n" % process_id)
+    return 0
+
+
+def _run_rank(identity: RankIdentity, imported: Body | BaseException) -> int:
+    """Run one rank to its end, and return the exit code."""
+    os.dup2(identity.work_fd, sys.stdin.fileno())
+    os.close(identity.work_fd)
+    if identity.node is not None:
+        identity.node.enter()
     logging.basicConfig(format=f"%(asctime)s %(levelname)s rank {identity.rank} %(name)s: %(message)s")
     work: queue.SimpleQueue[RankWork] = queue.SimpleQueue()
     threading.Thread(target=_listen_to_parent, args=(work,), daemon=True).start()
     reporter = Reporter(identity.rank, identity.to_parent, identity.reporter)
     try:
-        with reporter.stage("import"), importing():
-            run = import_body()
+        with reporter.stage("import"):
+            if isinstance(imported, BaseException):
+                raise imported
         reporter.begin("waiting for the model's name")
         own = work.get()
         if identity.num_local < identity.world_size:  # several hosts; they notice a stopped server after this time
             watch = (identity.parent_pid, own.config.timeouts.rank_timeout_s + _AFTER_OTHERS_S)
             threading.Thread(target=end_stopped_parent, args=watch, daemon=True).start()
-        run(identity, own, reporter)
+        imported(identity, own, reporter)
     except BaseException as error:  # noqa: BLE001 - the parent must hear of every error
         text = " ".join(str(error).split())
         reporter.send(
@@ -77,7 +100,7 @@ def _read_line(kind: type[_T]) -> _T:
 
 
 def _listen_to_parent(work: queue.SimpleQueue[RankWork]) -> None:
-    """Read the second line, then wait for the end of the pipe, which means that the parent is gone."""
+    """Read the work, then wait for the end of the pipe, which means that the parent is gone."""
     work.put(_read_line(RankWork))
     die_at_end_of_stdin()
 

@@ -72,7 +72,8 @@ def flag_of(name: str) -> str:
 def require(ok: bool, name: str, value: object, want: str) -> None:
     """Raise ValueError unless ``ok``: names the option's flag, its ``value`` and what it must be."""
     if not ok:
-        raise ValueError(f"{flag_of(name)} must be {want}, got {value!r}")
+        given = ",".join(map(str, value)) if isinstance(value, tuple) else repr(value)
+        raise ValueError(f"{flag_of(name)} must be {want}, got {given}")
 
 
 @contextlib.contextmanager
@@ -124,7 +125,8 @@ def as_utf8(text: str) -> str:
 def suggest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
     """The end of a message about an unknown ``name``: the nearest known one; else ``otherwise``, by default all known."""
     known = sorted(known)
-    bare = {other.strip("-"): other for other in known}  # the dashes of two flags would count as likeness
-    if close := difflib.get_close_matches(name.strip("-"), bare, n=1, cutoff=0.7):
+    # The dashes of two flags, and the /v1 of two routes, would count as likeness.
+    bare = {other.strip("-").removeprefix("/v1"): other for other in known}
+    if close := difflib.get_close_matches(name.strip("-").removeprefix("/v1"), bare, n=1, cutoff=0.7):
         return f"; did you mean {bare[close[0]]!r}?"
     return f"; known are {', '.join(known)}" if otherwise is None else otherwise

@@ -102,7 +102,7 @@ def _plain(kind: type, value: object, want: str) -> Any:
     if kind in (str, bool):
         if isinstance(value, kind):
             return value
-    elif isinstance(value, (str, int, kind)) and not isinstance(value, bool):
+    elif isinstance(value, (str, int, kind)) and not isinstance(value, bool) and (kind, value) != (Path, ""):
         with contextlib.suppress(ValueError, TypeError, OverflowError):
             made = kind(value)
             if kind is not int or -(1 << 63) <= made < 1 << 63:
@@ -134,6 +134,10 @@ def _metavar(field: Field[Any]) -> str | None:
 
 def _flag_type(field: Field[Any]) -> typing.Callable[[str], Any]:
     def from_text(text: str) -> Any:
+        if (
+            text is argparse.SUPPRESS
+        ):  # the default of a positional argument that is not given, which argparse converts too
+            return text
         try:
             return convert(field, text)
         except ValueError as error:

@@ -16,13 +16,26 @@ from types import FrameType
 from typing import Any
 
 _LIBC = ctypes.CDLL(None)  # loaded here: code between fork and exec must not load libraries
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LOOK_S = 0.5
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
     """Have the kernel send ``signal_number`` (0: none) when the thread that started this process ends. Usable as a ``preexec_fn``."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def adopt_orphans(adopts: bool) -> None:
+    """Have the kernel make this process the parent of processes whose own parent, a child of this one, ends."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(adopts))
+
+
+def await_adoption(parent: int, adoptive: int) -> bool:
+    """Wait for the end of ``parent``; then end with ``adoptive``. False: another process is the parent now."""
+    while os.getppid() == parent:
+        time.sleep(0.001)
+    die_with_parent()
+    return os.getppid() == adoptive
 
 
 def ignore_terminal_signals() -> None:

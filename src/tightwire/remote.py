@@ -76,6 +76,22 @@ def api_base(url: str, flag: str = "--url") -> str:
     return str(parsed).rstrip("/").removesuffix("/v1").rstrip("/") + "/v1"
 
 
+def parse_url(url: str) -> str:
+    """``url``, as a flag gives it; ValueError: no server can have it."""
+    try:
+        api_base(url, "it")
+    except RemoteError as error:
+        raise ValueError(str(error)) from None
+    return url
+
+
+def parse_key(key: str) -> str:
+    """``key``, as a flag gives it; ValueError: a header cannot hold it."""
+    if not key.isascii():
+        raise ValueError("it must be ASCII; give the key as the server has it")
+    return key
+
+
 def is_loopback(url: str) -> bool:
     host = httpx.URL(url).host
     if host == "localhost":

@@ -55,7 +55,7 @@ from tightwire.server.ipc.messages import AddRequest, Output
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.config.tree import ModelConfig, TrainConfig
 from tightwire.training.data.chats import ChatEncoder, PromptPacker
-from tightwire.training.data.documents import DataError, Documents, RunData, describe_files
+from tightwire.training.data.documents import DataError, Documents, RunData, fingerprint_of
 from tightwire.training.engine.engine import Engine as TrainingEngine
 from tightwire.training.engine.flat_parameters import ENDS, NORMS, BucketPlan
 from tightwire.training.engine.options import engine_options
@@ -371,7 +371,7 @@ def plan_recording(config: TrainConfig, data: RunData, target: StartingModel) ->
     first, settings = encode(begun), own.model_dump(mode="json", exclude={"answers"})
     return Recording(
         folder=config.answers_folder,
-        settings={**settings, "seed": config.seed, "prompts": describe_files(data.documents.files), "tokens": size},
+        settings={**settings, "seed": config.seed, "prompts": fingerprint_of(data.documents.files), "tokens": size},
         prompts=[(prompt.token_ids, prompt.messages) for prompt in pack(data.documents)],
         num_questions=own.questions,
         first_question=first,

@@ -6,12 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
+import torch
+from helpers.model.broken_gguf import Parts
 from helpers.model.tiny_gguf import make_tiny_gguf
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
@@ -81,6 +84,64 @@ def test_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"lm_head\.weight has shape \(303, 64\)"):
         open_checkpoint(str(folder))
+
+
+def _with_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> str:
+    """The folder, whose file has these tensors too."""
+    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.pre_feedforward_layernorm.weight",
+        "model.norm.bias",
+        "lm_head.bias",
+    ],
+)
+def test_tensors_of_its_modules_that_no_layer_uses_are_refused(name: str, tmp_path: Path) -> None:
+    model = _with_tensors(make_tiny(tmp_path / "m"), {name: torch.ones(64)})
+    with pytest.raises(ModelError, match=rf"m: it has 1 tensors that a Llama model .* such as {name}; supported"):
+        open_checkpoint(model)
+
+
+def test_tensors_without_which_answers_are_the_same_are_not_refused(tmp_path: Path) -> None:
+    harmless = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "model.layers.0.self_attn.k_scale": torch.ones(1),
+        "model.layers.0.mlp.up_proj.input_scale": torch.ones(1),
+        "model.layers.1.self_attn.q_proj.bias": torch.zeros(64),  # of GPTQ
+    }
+    assert open_checkpoint(_with_tensors(make_tiny(tmp_path / "m"), harmless)).note == ""
+
+
+def test_tensors_of_other_modules_are_named(tmp_path: Path) -> None:
+    others = {"score.weight": torch.ones(1, 64), "model.layers.2.mlp.up_proj.weight": torch.ones(128, 64)}
+    note = open_checkpoint(_with_tensors(make_tiny(tmp_path / "m"), others)).note
+    assert note.endswith("2 tensors of other modules, such as model.layers.2.mlp.up_proj.weight, score.weight")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["blk.1.attn_q.bias"],
+        ["blk.0.attn_q_norm.weight"],
+        ["blk.0.post_attention_norm.weight", "blk.0.post_ffw_norm.weight"],
+        ["blk.0.attn_output.bias", "blk.1.attn_output.bias"],
+        ["blk.2.attn_norm.weight"],
+    ],
+    ids=" ".join,
+)
+def test_tensors_of_a_gguf_that_no_layer_uses_are_refused(names: list[str], tmp_path: Path) -> None:
+    parts = Parts.of_tiny(tmp_path / "plain.gguf")
+    norm = parts.tensor("output_norm.weight")
+    parts.tensors += [replace(norm, name=name) for name in names]
+    (tmp_path / "m.gguf").write_bytes(parts.to_bytes())
+    with pytest.raises(ModelError, match=rf"m.gguf: it has {len(names)} tensors that .* such as {', '.join(names)};"):
+        open_checkpoint(str(tmp_path / "m.gguf"))
 
 
 def test_gguf_file_and_folder_of_one(tmp_path: Path) -> None:

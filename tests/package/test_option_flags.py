@@ -89,6 +89,7 @@ def test_a_flag_has_the_type_of_its_field(argv: list[str], name: str, value: obj
     [
         (["p"], "the following arguments are required: --towel"),
         (["p", "--towel", "none"], "--towel must be a color"),
+        ([""], "argument pool: must be a path, got ''"),
         (["p", "--laps", "0,1"], "argument --laps: must be at least 1, got 0"),
         (["p", "--depth", "inf"], "argument --depth: must be at least 0 and finite, got inf"),
         (["p", "--depth", "nan"], "argument --depth: must be at least 0, got nan"),

@@ -97,7 +97,7 @@ NESTED_SAMPLES: dict[str, Any] = {
     "name": "f",
     "parameters": SCHEMA,
     "schema": SCHEMA,
-    "tools": [{"type": "function", "name": "f"}],
+    "tools": [{"type": "function", "name": "f", "function": {"name": "f"}}],
 }
 INFO = fake_engine.planned(max_model_len=4096)  # a prompt with tools has 900 bytes
 

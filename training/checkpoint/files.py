@@ -124,13 +124,13 @@ def _writer(folder: Path, rank: int) -> FileSystemWriter:
     return writer
 
 
-def _chunk(chunk: Chunk) -> ChunkStorageMetadata:
+def _storage_of(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([chunk.start]), torch.Size([chunk.numbers.numel()]))
 
 
 def _write_item(chunk: Chunk) -> WriteItem:
     properties, size = TensorProperties.create_from_tensor(chunk.numbers), torch.Size([chunk.total])
-    data = TensorWriteData(chunk=_chunk(chunk), properties=properties, size=size)
+    data = TensorWriteData(chunk=_storage_of(chunk), properties=properties, size=size)
     return WriteItem(index=MetadataIndex(chunk.key, [chunk.start]), type=WriteItemType.SHARD, tensor_data=data)
 
 
@@ -142,7 +142,7 @@ def _read_items(folder: Path, metadata: Metadata, chunk: Chunk) -> list[ReadItem
         raise CheckpointError(
             f"{folder}: {chunk.key} has {saved.size.numel()} elements, but this model has {chunk.total}; it is of another model"
         )
-    return create_read_items_for_chunk_list(chunk.key, saved, [_chunk(chunk)])
+    return create_read_items_for_chunk_list(chunk.key, saved, [_storage_of(chunk)])
 
 
 class _Places:
@@ -173,7 +173,7 @@ class _LoadPlanner(_Places, DefaultLoadPlanner):
 
 
 class Completed(NamedTuple):
-    """``error``: why ``folder`` was not published, "" if it was. ``warning``: why old ones were not removed."""
+    """What became of a checkpoint. ``error``: why it was not published; ``warning``: why old ones were not removed."""
 
     folder: Path
     error: str
@@ -226,7 +226,7 @@ class Checkpointer:
         self._write = _Write(folder, plans, description, own)
 
     def complete(self, say: Callable[[str], None]) -> Completed:
-        """Wait until all ranks have written, publish the checkpoint and remove old ones. ``say`` is told who still writes. Collective."""
+        """Wait for all ranks, telling ``say`` which still write; publish the checkpoint and remove old ones. Collective."""
         write, self._write = self._write, None
         assert write is not None, "no checkpoint has begun"
         next_s = time.monotonic() + _SAY_S

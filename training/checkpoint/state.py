@@ -263,15 +263,6 @@ def _restore_compressor(folder: Path, description: Mapping[str, Any], state: Run
     state.compressor.load_state_dict(means | {key: torch.tensor(value) for key, value in scalars.items()})
 
 
-def check_frozen(folder: Path, description: Mapping[str, Any], frozen_sum: int) -> None:
-    """Raises OtherRunError: the frozen weights, which are read from the starting model, are not those of the checkpoint's run."""
-    if description["frozen_sum"] != frozen_sum:
-        raise OtherRunError(
-            f"{folder} was trained beside other frozen weights than {description['model']['name']} has now; restore its files, "
-            "or give another `run`"
-        )
-
-
 def _check_parameters(
     folder: Path, shards: Sequence[FlatShard], keys: Mapping[str, int], frozen_there: Sequence[str]
 ) -> None:

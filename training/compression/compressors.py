@@ -20,7 +20,7 @@ from tightwire.comm.codec.codec import NONE, Codec, parse_codec
 from tightwire.comm.collectives.all_gather import all_gather, sparse_all_gather, sparse_all_gather_bytes
 from tightwire.comm.group.group import Group
 from tightwire.training.config.optimizer import CompressorOptions, DgcOptions, QuantizedOptions, SparseOptions
-from tightwire.training.engine.flat_parameters import ShardLayout, ShardSpan
+from tightwire.training.engine.flat_parameters import FLOAT32_BYTES, ShardLayout, ShardSpan
 from tightwire.training.engine.gradients import GradientCompressor
 
 
@@ -46,9 +46,6 @@ class Replicas:
     def num_gradients(self) -> int:
         """Number of ranks whose gradients are summed in a compressor's result; the engine divides by it."""
         return self.group.world_size * self.gradients_per_node
-
-
-FLOAT32_BYTES = 4
 
 
 def exact_all_reduce(group: Group) -> BaseAllReduce:
@@ -103,13 +100,8 @@ def top_elements(x_N: Tensor, count: int) -> Tensor:
     return magnitude_N.topk(count, sorted=False).indices
 
 
-_NORM_BYTES = 8
+NORM_BYTES = 8  # a squared norm in float64
 _TINY = 1e-6  # same as torch.nn.utils.clip_grad_norm_
-
-
-def local_norm(clip_norm: float, num_nodes: int) -> float:
-    """The norm to which each of N nodes clips its own mean gradient: the global norm times N^1/2 (DGC, equation 8)."""
-    return clip_norm * math.sqrt(num_nodes)
 
 
 def clip_spans(spans: Sequence[Tensor], max_norm: float, inside: Group | None, *, together: bool = False) -> None:
@@ -128,7 +120,7 @@ def clip_spans(spans: Sequence[Tensor], max_norm: float, inside: Group | None, *
 
 
 def clip_bytes(ranks_per_node: int, num_parameters: int) -> int:
-    return (ranks_per_node - 1) * num_parameters * _NORM_BYTES
+    return (ranks_per_node - 1) * num_parameters * NORM_BYTES
 
 
 _INDEX_BYTES = 4
@@ -201,6 +193,8 @@ class SparseCompressor(GradientCompressor):
         }
         self._step = 0
         self._summed: set[str] = set()
+        # Each of N nodes clips its own mean gradient to the global norm times N^1/2 (8).
+        self._local_factor = math.sqrt(replicas.group.world_size)
         self.takes_all_sums = options.takes_all_sums
         self._span_norm = None if options.takes_all_sums else options.clip_norm
 
@@ -222,7 +216,7 @@ class SparseCompressor(GradientCompressor):
     def begin_step(self, sums: Mapping[str, Tensor]) -> None:
         """Clip the norm over all of this node's gradient, in dense steps too."""
         replicas, max_norm = self._replicas, self._options.clip_norm or math.inf
-        limit = local_norm(max_norm, replicas.group.world_size) * replicas.gradients_per_node
+        limit = max_norm * self._local_factor * replicas.gradients_per_node
         clip_spans(list(sums.values()), limit, replicas.inside, together=True)
 
     def step_done(self) -> None:
@@ -259,7 +253,7 @@ class SparseCompressor(GradientCompressor):
         group, per_node = self._replicas.group, self._replicas.gradients_per_node
         means = [sum_N[span.place].div_(per_node) for span in spans]
         if self._span_norm is not None:
-            clip_spans(means, local_norm(self._span_norm, group.world_size), self._replicas.inside)
+            clip_spans(means, self._span_norm * self._local_factor, self._replicas.inside)
         residual_N = self._kept[f"residual/{name}"]
         chosen = []
         for span, mean in zip(spans, means, strict=True):

@@ -25,7 +25,7 @@ class LoraConfig(Section):
 
 
 class AnswersConfig(Section):
-    """What both have: how answers are sampled, rewarded and weighed. ``minibatches``: optimizer steps that divide the answers."""
+    """What GRPO and PPO share: how answers are sampled, rewarded and weighed. ``minibatches``: steps that divide the answers."""
 
     section: ClassVar[str]
 

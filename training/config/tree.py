@@ -167,16 +167,12 @@ class ParallelConfig(Section):
             )
         if self.reshard_ends and sharding.keep_weights:
             raise ValueError(f"reshard_ends needs sharding zero3 or hybrid; {self.sharding} keeps all weights")
-        if sharding.shard_over == "self" and (self.gather_codec != "none" or self.reduce_codec != "none"):
-            raise ValueError(
-                f"with sharding {self.sharding} every rank has all weights, so gather_codec and reduce_codec are not "
-                "used; parallel.between has its own codecs"
-            )
-        if sharding.shard_over != "world" and self.reduce_path == "hierarchical":
-            raise ValueError(
-                f"reduce_path hierarchical needs gradients sharded over all ranks, got sharding {self.sharding}, which "
-                "sums between nodes as parallel.between says"
-            )
+        unused = () if sharding.shard_over == "world" else ("gather_path", "reduce_path")
+        unused += ("gather_codec", "reduce_codec", "prefetch", "num_buffers") if sharding.shard_over == "self" else ()
+        for name in unused:
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                use = "remove it; parallel.between says how nodes or replicas sum"
+                raise ValueError(f"{name}={value} has no effect with sharding {self.sharding}: {use}")
         if self.reduce_path == "flat" and self.reduce_across_codec != "none":
             raise ValueError(f"reduce_across_codec {self.reduce_across_codec} needs reduce_path hierarchical, got flat")
         if isinstance(self.between, SparseOptions) and self.between.clip == "global" and self.between.clip_norm is None:
@@ -193,9 +189,7 @@ class ParallelConfig(Section):
                 f"parallel.reduce_across_codec={self.reduce_across_codec} needs at least two nodes; use reduce_codec on one node"
             )
         if self.sharding == "hybrid" and num_nodes == 1 and topology.world_size > 1:
-            raise ValueError(
-                "parallel.sharding=hybrid needs several nodes, and there is one; use zero3, or set parallel.nodes"
-            )
+            raise ValueError("parallel.sharding=hybrid needs several nodes, got one; use zero3, or set parallel.nodes")
         if self.between.kind != "dense" and (sharding.shard_over == "world" or topology.world_size == 1):
             raise ValueError(
                 f"parallel.between.kind={self.between.kind} needs replicas, and parallel.sharding={self.sharding} on "

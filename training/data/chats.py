@@ -48,7 +48,10 @@ class ChatEncoder:
         return replace(self, render=render) if tools else self
 
     def __call__(self, messages: Messages, place: str, first: int = 0) -> tuple[list[int], list[bool]]:
-        """``first``: messages before it are not learned. Raises DataError: the chat template rejects the messages, or does not write them one after the other."""
+        """The tokens of a chat, and whether each is learned; of messages before ``first`` none is.
+
+        Raises DataError: the chat template rejects the messages, or does not write them one after the other.
+        """
         try:
             text = self.render(messages, add_generation_prompt=False)
             cuts = [0]  # from 1 on by turns: where the assistant begins, where it ends
@@ -67,8 +70,8 @@ class ChatEncoder:
         tokens, learned = [], []
         for number, (begin, end) in enumerate(zip(cuts, [*cuts[1:], len(text)], strict=True)):
             # A tokenizer may begin every text with a space, so a part is encoded behind what the model sees before it.
-            first = max(0, begin - _SEEN_CHARACTERS)
-            before, upto = self.encode(text[first:begin]), self.encode(text[first:end])
+            seen = max(0, begin - _SEEN_CHARACTERS)
+            before, upto = self.encode(text[seen:begin]), self.encode(text[seen:end])
             own = upto[len(before) :] if upto[: len(before)] == before else self.encode(text[begin:end])
             tokens += own
             # What a template writes after the end of the turn, such as a newline, is not generated.

@@ -61,13 +61,19 @@ class Documents:
     text_key: str = "text"
     parted_by: str = "blank-line"
 
+    def __post_init__(self) -> None:
+        wrong = [path for path in self.files if path.name.lower().removesuffix(".gz").endswith(".json")]
+        if wrong and self.kind == "text":
+            advice = "give .jsonl, a line for each document, or rename it to .txt to learn it as it stands"
+            raise DataError(f"data: {wrong[0]} is JSON, and data.kind=text reads text and JSON lines; {advice}")
+
     def __iter__(self) -> Iterator[str]:
         return self.read(self.files)
 
     def read(self, files: Iterable[Path]) -> Iterator[str]:
-        """The documents of ``files``; DataError: a file is unreadable or not UTF-8, or a line has no text."""
+        """The documents of some of the files. Raises DataError: one is unreadable or not UTF-8, or a line has no text."""
         for path in files:
-            opened = gzip.open if path.suffix == ".gz" else open
+            opened = gzip.open if path.suffix.lower() == ".gz" else open
             try:
                 with opened(path, "rt", encoding="utf-8-sig") as lines:  # without the mark that some editors begin with
                     yield from self._documents(path, lines)
@@ -83,7 +89,7 @@ class Documents:
                 value = value if isinstance(value, dict) else {}
                 check(value, line.place) if check else check_messages(value.get("messages"), line.place)
                 yield line
-        elif ".jsonl" in path.suffixes:
+        elif {".jsonl", ".ndjson"} & {suffix.lower() for suffix in path.suffixes}:
             yield from _json_texts(path, lines, self.text_key)
         elif self.parted_by == "file":
             text = lines.read()
@@ -113,13 +119,13 @@ def find_files(patterns: Sequence[str]) -> tuple[Path, ...]:
     return tuple(sorted(found))
 
 
-def describe_files(files: Sequence[Path]) -> str:
+def fingerprint_of(files: Sequence[Path]) -> str:
     """A fingerprint of the files' names and sizes, in order."""
     return hashlib.sha256("\n".join(f"{path.name} {path.stat().st_size}" for path in files).encode()).hexdigest()[:16]
 
 
 def is_held_out(document: str, share: float) -> bool:
-    """Whether the document is held out."""
+    """Whether a hash of the document's text is in the held-out ``share`` of all hashes."""
     digest = hashlib.blake2b(document.encode(), digest_size=_HASH_BYTES).digest()
     return int.from_bytes(digest) < share * 256**_HASH_BYTES
 
@@ -157,29 +163,21 @@ class RunData:
         return self.config.data.held_out if self.held_out_documents is None else 0.0
 
     def training(self, epoch: int, *, in_order: bool = False) -> Iterator[str]:
-        """The documents that are not held out, shuffled as ``training_documents`` does, or in order."""
-        window = 0 if in_order else self.config.data.shuffle_documents
-        return training_documents(
-            self.documents, epoch=epoch, seed=self.config.seed, window=window, held_out=self.held_out_share
-        )
+        """Every document that is not held out once, in an order that the seed and ``epoch`` determine, or as they stand.
+
+        Files come in random order; each document is drawn at random from a window of the next ``data.shuffle_documents``.
+        """
+        window, share = 0 if in_order else self.config.data.shuffle_documents, self.held_out_share
+        draw, files = random.Random(f"{self.config.seed} {epoch}"), list(self.documents.files)
+        if window:
+            draw.shuffle(files)
+        kept = (text for text in self.documents.read(files) if not is_held_out(text, share))
+        return _shuffled(kept, window, draw) if window > 1 else kept
 
     def held_out(self) -> Iterable[str]:
         if self.held_out_documents is not None:
             return self.held_out_documents
         return (text for text in self.documents if is_held_out(text, self.held_out_share))
-
-
-def training_documents(documents: Documents, *, epoch: int, seed: int, window: int, held_out: float) -> Iterator[str]:
-    """Every document that is not held out once, in an order that (seed, epoch) determine.
-
-    Files come in random order; each document is drawn at random from a window of the next ``window``. 0: nothing is shuffled.
-    """
-    draw = random.Random(f"{seed} {epoch}")
-    files = list(documents.files)
-    if window:
-        draw.shuffle(files)
-    kept = (text for text in documents.read(files) if not is_held_out(text, held_out))
-    return _shuffled(kept, window, draw) if window > 1 else kept
 
 
 def _shuffled(documents: Iterator[str], window: int, draw: random.Random) -> Iterator[str]:
@@ -226,9 +224,7 @@ def check_preference(value: Mapping[str, Any], place: str) -> None:
     parts: list[Any] = [value.get(key) for key in ("prompt", "chosen", "rejected")]
     prompt, *answers = parts
     if not all(isinstance(part, list) and part for part in parts):
-        raise DataError(
-            f"{place}: must have lists of messages under prompt, chosen and rejected (found: {', '.join(value)})"
-        )
+        raise DataError(f"{place}: needs messages under prompt, chosen and rejected (found: {', '.join(value)})")
     for answer in answers:
         check_messages([*prompt, *answer], place)
         if answer[-1]["role"] != "assistant":

@@ -1,7 +1,7 @@
 """Packs tokenized documents end to end, cuts them into sequences of equal length, and assigns sequences to ranks.
 
-There is no padding (in rows of chats there is). Every rank reads the same stream and keeps every W-th sequence. A position, which a checkpoint stores, is
-the number of sequences that all ranks together have used.
+Only rows of chats are padded. Every rank reads the same stream and keeps every W-th sequence. A position, which a checkpoint
+stores, is the number of sequences that all ranks together have used.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Computes what the engine costs a rank: the memory that it allocates, that of a gradient reduction, and the bytes that a step sends.
+"""Costs of the engine on a rank: the memory that it allocates, that of a gradient reduction, the bytes that a step sends.
 
 The engine's own memory is that of the buffers that its ``make_`` functions make on the meta device. One reduction of N elements
 of g bytes over W ranks, L on each of K nodes, R in a shard group, with c(n) encoded bytes for n elements, takes messages and
@@ -14,9 +14,8 @@ partial sums:
 Gathered weights need no temporary memory. If ranks are threads of one process, messages are not copied. Optimizer state and
 activations are not included.
 
-``step_traffic`` has the bytes that training sends: every collective of an optimizer step.
-
-With M the bytes of an encoded bucket and W = K L ranks on K nodes, per rank and call:
+``step_traffic`` has the bytes that training sends: every collective of an optimizer step. With M the bytes of an encoded
+bucket and W = K L ranks on K nodes, per rank and call:
 
     all_gather       (W-1) M/W     of which between nodes (W-L) M/W
     gather_across    (K-1) M/W     all between nodes
@@ -39,26 +38,26 @@ from tightwire.comm.collectives.qgz import hierarchical_bytes
 from tightwire.comm.collectives.reduce_scatter import reduce_scatter_bytes
 from tightwire.training.config.sharding import GroupShape
 from tightwire.training.engine import gathered_weights, gradients
-from tightwire.training.engine.flat_parameters import EMBEDDING, Bucket, BucketPlan, FlatParameter
+from tightwire.training.engine.flat_parameters import EMBEDDING, FLOAT32_BYTES, Bucket, BucketPlan, FlatParameter
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.shards import form_of, make_shards
 
-_FLOAT32_BYTES = 4
 _META = torch.device("meta")
 
 
 def engine_memory(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, ranks_per_node: int) -> dict[str, int]:
-    """Bytes by purpose."""
+    """The bytes that the engine allocates on a rank, by purpose."""
     shape = options.sharding.shard_group(num_nodes, ranks_per_node)
     shards = make_shards(plan, options, shape, _META)
-    weight_pools = {place.pool for place in gathered_weights.make_buffers(plan, options, shards, _META) if place.pool}
-    places = gradients.make_buffers(plan, options, _META).values()
-    gradient_pools = {place.pool for place in places}
+    of_weights = gathered_weights.make_buffers(plan, options, shards, _META)
+    of_gradients = gradients.make_buffers(plan, options, _META).values()
+    weight_pools = {buffer.pool for buffer in of_weights if buffer.pool}
+    gradient_pools = {buffer.pool for buffer in of_gradients}
     return {
         "main_shards": sum(shard.main.nbytes for shard in shards.main.values()),
         "encoded_shards": sum(shard.encoded.nbytes for shard in shards.main.values() if shard.encoded is not None),
         "frozen_shards": sum(shard.encoded.nbytes for shard in shards.frozen.values()),
-        "gradient_shards": sum(place.grad_S.nbytes for place in places if not place.in_place),
+        "gradient_shards": sum(each.grad_S.nbytes for each in of_gradients if not each.in_place),
         "weight_buffers": sum(buffer.memory.nbytes for pool in weight_pools for buffer in pool.buffers),
         "gradient_buffers": sum(buffer.memory.nbytes for pool in gradient_pools for buffer in pool.buffers),
         "node_copy": sum(gathered_weights.node_copy_bytes(shards).values()),
@@ -74,6 +73,7 @@ class Transfers(NamedTuple):
 
 
 def transfer_bytes(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, ranks_per_node: int) -> Transfers:
+    """The memory of reductions, by the formulas above."""
     world_size = num_nodes * ranks_per_node
     shape = options.sharding.shard_group(num_nodes, ranks_per_node)
     at_once, beside, at_the_end = gradients.num_reduce_lanes(options, num_nodes), list[int](), list[int]()
@@ -82,8 +82,8 @@ def transfer_bytes(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, 
             continue
         most = 0 if shape.world_size == 1 else _reduce_bytes(bucket, bucket.trainable, options, shape)
         if shape.world_size < world_size:
-            most = max(most, 2 * _FLOAT32_BYTES * bucket.trainable.num_elems // shape.world_size)
-        if gradients.alternates(options, bucket):
+            most = max(most, 2 * FLOAT32_BYTES * bucket.trainable.num_elems // shape.world_size)
+        if gradients.shares_gradient_buffer(options, bucket):
             beside.append(most)
         at_the_end.append(most)
     return Transfers(*(sum(nlargest(at_once, each)) for each in (beside, at_the_end)))
@@ -92,11 +92,11 @@ def transfer_bytes(plan: BucketPlan, options: EngineOptions, *, num_nodes: int, 
 def _reduce_bytes(bucket: Bucket, flat_param: FlatParameter, options: EngineOptions, shape: GroupShape) -> int:
     inside, across = gradients.reduce_codecs(options, bucket)
     size, num_elems, ranks = options.reduce_dtype.itemsize, flat_param.num_elems, shape.world_size
-    own_sum = _FLOAT32_BYTES * num_elems // ranks
+    own_sum = FLOAT32_BYTES * num_elems // ranks
     if shape.num_nodes == 1 or options.reduce_path == "flat":
         return _messages(inside, num_elems // ranks, size, ranks) + own_sum
     per_node = shape.per_node
-    node_sum = _FLOAT32_BYTES * num_elems // per_node
+    node_sum = FLOAT32_BYTES * num_elems // per_node
     across_nodes = node_sum + _messages(across, num_elems // ranks, size, shape.num_nodes) + own_sum
     if per_node == 1:
         return across_nodes
@@ -181,7 +181,7 @@ def _gathers(
     for flat_param in bucket.flat_params:
         once = 1 if flat_param.trainable or first else 0
         calls = once
-        if gathered_weights.alternates(options, bucket):
+        if gathered_weights.shares_weight_buffer(options, bucket):
             of_block = options.num_buffers, first_backward_block(plan), accumulation
             calls = (
                 accumulation if bucket.block is None else gathers_per_step(bucket.block, len(plan.blocks), *of_block)
@@ -203,7 +203,7 @@ def _reduce(plan: BucketPlan, options: EngineOptions, bucket: Bucket, ranks: Gro
     flat_param = bucket.trainable
     assert flat_param is not None
     calls, size = 1, options.reduce_dtype.itemsize
-    if gradients.alternates(options, bucket):
+    if gradients.shares_gradient_buffer(options, bucket):
         calls = accumulation if bucket.block is None or bucket.block >= first_backward_block(plan) else 0
     inside_codec, across_codec = gradients.reduce_codecs(options, bucket)
     slice_elems = flat_param.num_elems // ranks.world_size

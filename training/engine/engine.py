@@ -75,8 +75,7 @@ class Engine:
                 "compressor that sums over them"
             )
         prepare_codecs(groups.device, *options.codecs)
-        self.plan, self.options = plan, options
-        self.groups = groups
+        self.plan, self.options, self.groups = plan, options, groups
         self._group = shard_group(groups.main, sharding)
         self._shards = make_shards(plan, options, ranks, groups.device)
         self.frozen_shards: Mapping[str, FrozenShard] = self._shards.frozen  # of this rank, by flat parameter; to read

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from tightwire.kernels.spec.gguf_blocks import PackedFormat
 
-ALIGN_ELEMS = 16  # 64 bytes of float32: a cache line
+FLOAT32_BYTES = 4
+ALIGN_ELEMS = 16  # a cache line of float32
 SHARD_MULTIPLE = 256  # elements of a shard: whole groups of every codec, whole words at every bit width
 
 EMBEDDING, HEAD, NORMS = "embedding", "head", "norms"
@@ -60,7 +61,7 @@ class FlatParameter:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """``flat_params``: trainable, frozen, packed; at least one of them. ``block``: the block's index, or None."""
+    """Parameters that are gathered together. ``flat_params``: trainable, frozen, packed; at least one. ``block``: its index."""
 
     number: int
     name: str
@@ -122,10 +123,7 @@ class BucketPlan:
 
 
 def plan_buckets(
-    model: nn.Module,
-    shard_ranks: int,
-    packed: Mapping[str, PackedFormat] | None = None,
-    per_bucket: int = 1,
+    model: nn.Module, shard_ranks: int, packed: Mapping[str, PackedFormat] | None = None, per_bucket: int = 1
 ) -> BucketPlan:
     """Plan the buckets of ``model``, which may be on the meta device: only names, shapes and ``requires_grad`` are read.
 
@@ -181,8 +179,9 @@ def _lay_out(name: str, shapes: Mapping[str, tuple[int, ...]], shard_ranks: int,
     params, end = [], 0
     for own, shape in shapes.items():
         params.append(ParamSpan(own, shape, end, prod(shape)))
-        end = _round_up(end + prod(shape), ALIGN_ELEMS)
-    return FlatParameter(name, tuple(params), _round_up(end, shard_ranks * SHARD_MULTIPLE), trainable)
+        end = -(-(end + prod(shape)) // ALIGN_ELEMS) * ALIGN_ELEMS
+    multiple = shard_ranks * SHARD_MULTIPLE
+    return FlatParameter(name, tuple(params), -(-end // multiple) * multiple, trainable)
 
 
 def _uses(model: nn.Module, buckets: list[Bucket]) -> Iterator[Use]:
@@ -196,10 +195,6 @@ def _uses(model: nn.Module, buckets: list[Bucket]) -> Iterator[Use]:
     for module_name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             yield Use(module_name, attribute, *places[names[id(parameter)]])
-
-
-def _round_up(num_elems: int, multiple: int) -> int:
-    return -(-num_elems // multiple) * multiple
 
 
 class ShardSpan(NamedTuple):

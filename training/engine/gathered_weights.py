@@ -1,8 +1,9 @@
 """One rank's shards of the weights, and their gathering: the computing thread requests them, the lane gathers them into a buffer.
 
 Block i always uses buffer i % ``num_buffers``, so that views saved by autograd are valid again when backward gathers the
-block again. With ``reshard_ends`` embedding and head share a buffer too. The other buckets, and the blocks if sharding keeps whole weights, have their own buffers and are gathered once per
-version. If one rank holds whole flat parameters in the dtype that it computes in, the shards are the buffer.
+block again. With ``reshard_ends`` embedding and head share a buffer too. The other buckets, and the blocks if sharding keeps
+whole weights, have their own buffers and are gathered once per version. If one rank holds whole flat parameters in the dtype
+that it computes in, the shards are the buffer.
 """
 
 import time
@@ -68,26 +69,26 @@ def node_copy_bytes(shards: Shards) -> dict[str, int]:
 
 
 @dataclass(slots=True)
-class BucketBuffer:
-    """A bucket's weight buffer. ``pool`` None: the shards are the buffer. ``alternates``: other buckets share it."""
+class WeightBuffer:
+    """A bucket's weight buffer. ``pool`` None: the shards are the buffer. ``is_shared``: other buckets use it too."""
 
     pool: BufferPool | None
     number: int
     name: str
     views: dict[str, Tensor]  # by flat parameter, (N,)
-    alternates: bool
+    is_shared: bool
     versions: dict[str, int]  # by flat parameter, the version in the buffer
 
 
-def alternates(options: EngineOptions, bucket: Bucket) -> bool:
-    """Whether the bucket shares its weight buffer with others."""
-    return options.shares(bucket) and not options.sharding.keep_weights
+def shares_weight_buffer(options: EngineOptions, bucket: Bucket) -> bool:
+    """Whether the bucket's weight buffer is also that of others."""
+    return options.may_share(bucket) and not options.sharding.keep_weights
 
 
 def share_buffers(
     elems: Mapping[Bucket, int], num_buffers: int, elem_bytes: int, device: torch.device
 ) -> dict[int, tuple[BufferPool, int, str]]:
-    """Each bucket's pool, buffer and the buffer's name, by bucket number. Blocks take turns in ``num_buffers``; embedding and head have one."""
+    """By bucket number: pool, buffer's number there, and its name. Blocks take turns in ``num_buffers``; the ends have one."""
     found = {}
     for count, is_block in ((num_buffers, True), (1, False)):
         own = [bucket for bucket in elems if (bucket.block is not None) == is_block]
@@ -111,27 +112,27 @@ def blocks_bytes(shards: Shards) -> int:
     return max((blocks.num_elems for shard in gathered if (blocks := shard.flat_param.blocks)), default=0)
 
 
-def make_buffers(plan: BucketPlan, options: EngineOptions, shards: Shards, device: torch.device) -> list[BucketBuffer]:
+def make_buffers(plan: BucketPlan, options: EngineOptions, shards: Shards, device: torch.device) -> list[WeightBuffer]:
     """The weight buffer of each bucket, allocated. Raises ValueError: ``reshard_ends`` without a head of its own."""
     if options.reshard_ends and HEAD not in [bucket.name for bucket in plan.buckets]:
         raise ValueError("parallel.reshard_ends: the head is the embedding, so they have one buffer; leave it out")
     size = options.compute_dtype.itemsize
-    elems = {bucket: bucket.num_elems for bucket in plan.buckets if alternates(options, bucket)}
+    elems = {bucket: bucket.num_elems for bucket in plan.buckets if shares_weight_buffer(options, bucket)}
     shared = share_buffers(elems, options.num_buffers, size, device)
-    places = []
+    buffers = []
     for bucket in plan.buckets:
-        alternating = bucket.number in shared
-        views = {} if alternating else _whole_shards(bucket, shards)
+        is_shared = bucket.number in shared
+        views = {} if is_shared else _whole_shards(bucket, shards)
         if views:
-            places.append(BucketBuffer(None, 0, bucket.name, views, False, {}))
+            buffers.append(WeightBuffer(None, 0, bucket.name, views, False, {}))
             continue
-        alone = None if alternating else BufferPool(1, bucket.num_elems * size, device)
+        alone = None if is_shared else BufferPool(1, bucket.num_elems * size, device)
         pool, number, name = (alone, 0, bucket.name) if alone else shared[bucket.number]
         numbers = pool.buffers[number].memory.view(options.compute_dtype)[: bucket.num_elems]
         sizes = [flat_param.num_elems for flat_param in bucket.flat_params]
         views = {fp.name: view for fp, view in zip(bucket.flat_params, numbers.split(sizes), strict=True)}
-        places.append(BucketBuffer(pool, number, f"weights {name}", views, alternating, {}))
-    return places
+        buffers.append(WeightBuffer(pool, number, f"weights {name}", views, is_shared, {}))
+    return buffers
 
 
 def _whole_shards(bucket: Bucket, shards: Shards) -> dict[str, Tensor]:
@@ -150,7 +151,7 @@ def _unpack(flat_param: FlatParameter, blocks: FlatParameter, blocks_B: Tensor, 
 
 
 def gather_shard(shard: Shard, lane_group: Group, group: Group, out_N: Tensor, room: Tensor) -> None:
-    """Fill ``out_N`` with a flat parameter, or its bytes if it is kept in blocks. ``group``: the ranks of ``lane_group`` that share it."""
+    """Fill ``out_N`` with a flat parameter, or the bytes of its blocks. ``group``: the ranks of ``lane_group`` that share it."""
     given = group, shard.wire(), shard.form.codec, out_N, room
     if shard.form.two_legs:
         gather_over_nodes(*given)
@@ -159,19 +160,21 @@ def gather_shard(shard: Shard, lane_group: Group, group: Group, out_N: Tensor, r
 
 
 class Weights:
-    """Called by the computing thread; the lane gathers. ``waited_s``: seconds that the computing thread has waited."""
+    """The weights that modules compute with: the computing thread calls the methods, and the lane's thread gathers.
+
+    ``waited_s``: seconds that the computing thread has waited.
+    """
 
     def __init__(
         self, plan: BucketPlan, shards: Shards, options: EngineOptions, lane_group: Group, trace: Trace
     ) -> None:
         self.waited_s = 0.0
         self._plan, self._shards, self._trace = plan, shards.all, trace
-        self._lane_group = lane_group
-        self._group = shard_group(lane_group, options.sharding)
+        self._lane_group, self._group = lane_group, shard_group(lane_group, options.sharding)
         self._patience_s = PATIENCE * lane_group.timeout_s
         self._node_copy = NodeCopy(shards, lane_group)
-        self._bucket_buffers = make_buffers(plan, options, shards, lane_group.device)
-        self._pools = list({id(place.pool): place.pool for place in self._bucket_buffers if place.pool}.values())
+        self._buffers = make_buffers(plan, options, shards, lane_group.device)
+        self._pools = list({id(buffer.pool): buffer.pool for buffer in self._buffers if buffer.pool}.values())
         sizes = room_bytes(shards), blocks_bytes(shards)
         self._room, self._blocks = (torch.empty(size, dtype=torch.uint8, device=lane_group.device) for size in sizes)
         self._held: set[int] = set()  # buckets requested and not released
@@ -179,51 +182,51 @@ class Weights:
 
     def request(self, bucket: Bucket) -> None:
         """Have the lane gather ``bucket``, unless it is gathered or requested already."""
-        place = self._bucket_buffers[bucket.number]
-        if place.pool is None or bucket.number in self._held:
+        buffer = self._buffers[bucket.number]
+        if buffer.pool is None or bucket.number in self._held:
             return
         self._held.add(bucket.number)
-        gather = partial(self._gather_bucket, bucket, place)
+        gather = partial(self._gather_bucket, bucket, buffer)
         # Once the buffer is free: then all ranks give their lanes the same work between the same steps of computing.
-        place.pool.fill_later(bucket.number, place.number, lambda: self._lane.start(gather))
+        buffer.pool.fill_later(bucket.number, buffer.number, lambda: self._lane.start(gather))
 
     def use(self, bucket: Bucket) -> None:
         """Wait until ``bucket`` is gathered; it stays so until ``done``."""
         self.request(bucket)
-        place = self._bucket_buffers[bucket.number]
-        if place.pool is None:
+        buffer = self._buffers[bucket.number]
+        if buffer.pool is None:
             return
         start_s = time.perf_counter()
-        place.pool.use(bucket.number, self._patience_s)
+        buffer.pool.use(bucket.number, self._patience_s)
         self.waited_s += time.perf_counter() - start_s
-        self._trace("compute", True, bucket.name, place.name)
+        self._trace("compute", True, bucket.name, buffer.name)
 
     def done(self, bucket: Bucket, keep: bool) -> None:
         """End the use of ``bucket``. ``keep``: do not release it, because it will be used again in this version."""
-        place = self._bucket_buffers[bucket.number]
-        if place.pool is None:
+        buffer = self._buffers[bucket.number]
+        if buffer.pool is None:
             return
-        self._trace("compute", False, bucket.name, place.name)
-        if keep or not place.alternates:
-            place.pool.keep(bucket.number)
+        self._trace("compute", False, bucket.name, buffer.name)
+        if keep or not buffer.is_shared:
+            buffer.pool.keep(bucket.number)
         else:
-            place.pool.release(bucket.number)
+            buffer.pool.release(bucket.number)
             self._held.remove(bucket.number)
 
     def view(self, bucket: Bucket, flat_param: FlatParameter, param: ParamSpan) -> Tensor:
         """A view of a parameter in its buffer, without the buffer's version counter: the lane writes there later."""
-        return param.of(self._bucket_buffers[bucket.number].views[flat_param.name].data)
+        return param.of(self._buffers[bucket.number].views[flat_param.name].data)
 
     def drop_shared(self) -> None:
         """Release the buckets in shared buffers that were kept or gathered ahead."""
         for bucket in self._plan.buckets:
-            if self._bucket_buffers[bucket.number].alternates:
+            if self._buffers[bucket.number].is_shared:
                 self._drop(bucket)
 
     def changed(self) -> None:
         """Release buckets of an older version."""
-        for bucket, place in zip(self._plan.buckets, self._bucket_buffers, strict=True):
-            if any(place.versions.get(name) != self._shards[name].version for name in place.views):
+        for bucket, buffer in zip(self._plan.buckets, self._buffers, strict=True):
+            if any(buffer.versions.get(name) != self._shards[name].version for name in buffer.views):
                 self._drop(bucket)
 
     def close(self, reason: BaseException) -> None:
@@ -231,23 +234,23 @@ class Weights:
         self._lane.close()
 
     def _drop(self, bucket: Bucket) -> None:
-        place = self._bucket_buffers[bucket.number]
-        if place.pool is not None and bucket.number in self._held:
-            place.pool.use(bucket.number, self._patience_s)  # the lane may still be gathering it
-            place.pool.release(bucket.number)
+        buffer = self._buffers[bucket.number]
+        if buffer.pool is not None and bucket.number in self._held:
+            buffer.pool.use(bucket.number, self._patience_s)  # the lane may still be gathering it
+            buffer.pool.release(bucket.number)
             self._held.remove(bucket.number)
 
-    def _gather_bucket(self, bucket: Bucket, place: BucketBuffer) -> None:
-        assert place.pool is not None
-        self._trace("gather", True, bucket.name, place.name)
+    def _gather_bucket(self, bucket: Bucket, buffer: WeightBuffer) -> None:
+        assert buffer.pool is not None
+        self._trace("gather", True, bucket.name, buffer.name)
         for flat_param in bucket.flat_params:
             shard = self._shards[flat_param.name]
             # A buffer of its own still holds an unchanged (frozen) flat parameter.
-            if place.alternates or place.versions.get(flat_param.name) != shard.version:
-                self._gather(shard, place.views[flat_param.name])
-                place.versions[flat_param.name] = shard.version
-        self._trace("gather", False, bucket.name, place.name)
-        place.pool.filled(bucket.number)
+            if buffer.is_shared or buffer.versions.get(flat_param.name) != shard.version:
+                self._gather(shard, buffer.views[flat_param.name])
+                buffer.versions[flat_param.name] = shard.version
+        self._trace("gather", False, bucket.name, buffer.name)
+        buffer.pool.filled(bucket.number)
         for pool in self._pools:
             pool.moved()  # extends the deadline of waits for later buckets
 

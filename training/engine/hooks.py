@@ -22,7 +22,7 @@ from tightwire.training.engine.autograd import (
     write_gradients,
 )
 from tightwire.training.engine.flat_parameters import NORMS, Bucket, BucketPlan, ParamSpan, Use
-from tightwire.training.engine.gathered_weights import Weights, alternates
+from tightwire.training.engine.gathered_weights import Weights, shares_weight_buffer
 from tightwire.training.engine.gradients import Gradients
 from tightwire.training.engine.options import EngineOptions
 
@@ -56,7 +56,9 @@ class MicroBatch:
         self._missing_gradients: dict[int, set[ParamSpan]] = {}
         self._awaiting: set[int] = set()  # blocks whose backward has not ended
         self._next_block = 0  # whose forward comes next
-        self._ends = [bucket for bucket in plan.buckets if bucket.block is None and alternates(options, bucket)]
+        self._ends = [
+            bucket for bucket in plan.buckets if bucket.block is None and shares_weight_buffer(options, bucket)
+        ]
         if self._ahead:
             for bucket in plan.buckets:
                 if bucket.block is None and bucket not in self._ends[1:]:

@@ -11,14 +11,14 @@ from tightwire.training.config.sharding import SHARDINGS, Sharding
 from tightwire.training.config.tree import PACKED, Prefetch, TrainConfig
 from tightwire.training.engine.flat_parameters import ENDS, Bucket
 
-Path = Literal["flat", "hierarchical"]
+Legs = Literal["flat", "hierarchical"]  # over all ranks at once, or a leg inside nodes and one across them
 # These need a conversion from the configuration.
 _OWN = ("sharding", "compute_dtype", "reduce_dtype", "checkpoint_blocks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """``training.config.tree.ParallelConfig`` describes the fields and refuses those that contradict each other.
+    """How the engine shards, gathers and reduces: ``training.config.tree.ParallelConfig``, which describes and checks the fields.
 
     ``compute_dtype``: of weights while computing; main shards are float32. ``reduce_dtype``: of gradients until they are
     summed; sums are float32. Norms and biases are never encoded. Raises ValueError: a codec does not exist.
@@ -32,9 +32,9 @@ class EngineOptions:
     prefetch: Prefetch = "explicit"
     gather_codec: str = "none"
     frozen_codec: str | None = None
-    gather_path: Path = "hierarchical"
+    gather_path: Legs = "hierarchical"
     secondary: bool = False
-    reduce_path: Path = "flat"
+    reduce_path: Legs = "flat"
     reduce_codec: str = "none"
     reduce_across_codec: str = "none"
     checkpoint_blocks: int = 0
@@ -46,7 +46,7 @@ class EngineOptions:
         """How many blocks are requested before one is computed in this pass."""
         return self.num_buffers if self.prefetch in ("explicit", computed) else 0
 
-    def shares(self, bucket: Bucket) -> bool:
+    def may_share(self, bucket: Bucket) -> bool:
         """Whether the bucket may share buffers with others: blocks do, and with ``reshard_ends`` embedding and head."""
         return bucket.block is not None or (self.reshard_ends and bucket.name in ENDS)
 
@@ -59,7 +59,7 @@ class EngineOptions:
 
 
 def engine_options(config: TrainConfig) -> EngineOptions:
-    """Raises ValueError: a codec of ``parallel`` does not exist. (The configuration cannot look: codecs import torch.)"""
+    """The engine's options of a run. Raises ValueError: there is no such codec, which only torch's importers can see."""
     if isinstance(config.parallel.between, QuantizedOptions):
         try:
             parse_codec(config.parallel.between.reduce_codec)

@@ -35,8 +35,10 @@ class Form:
 
 
 def form_of(options: EngineOptions, bucket: Bucket, flat_param: FlatParameter, ranks: GroupShape) -> Form:
-    """``ranks``: the shard group. Norms and biases are not quantized, nor are trainable weights of a single rank; blocks are sent as
-    they are."""
+    """The form in which ``flat_param`` is gathered. ``ranks``: the shard group.
+
+    Norms and biases are not quantized, nor are trainable weights of a single rank; blocks are sent as they are.
+    """
     codec_name = options.gather_codec
     if not flat_param.trainable:
         codec_name = "none" if options.frozen_codec == PACKED else options.frozen_codec or codec_name
@@ -44,7 +46,7 @@ def form_of(options: EngineOptions, bucket: Bucket, flat_param: FlatParameter, r
     elif ranks.world_size == 1:
         codec_name = "none"
     codec = NONE if bucket.name == NORMS else parse_codec(codec_name)
-    copied = options.secondary and flat_param.trainable and options.shares(bucket)
+    copied = options.secondary and flat_param.trainable and options.may_share(bucket)
     two_legs = ranks.num_nodes > 1 and (copied or options.gather_path == "hierarchical")
     kept, size = (flat_param, options.compute_dtype.itemsize) if flat_param.blocks is None else (flat_param.blocks, 1)
     return Form(ranks, codec, two_legs, copied, codec.wire_bytes(kept.num_elems // ranks.world_size, size))
@@ -56,17 +58,17 @@ def group_of(form: Form, group: Group) -> Group:
 
 
 class MainShard:
-    """``main`` is float32, (N / ranks,). ``version`` increases when it changes; copies of an older version are invalid.
+    """This rank's float32 numbers of a trainable flat parameter, ``main``, (N / ranks,).
 
+    ``version`` increases when they change; copies of an older version are invalid.
     Cost: 4 bytes an element, plus the encoded bytes (``encoded``) unless those are ``main`` itself (float32, exact codec).
     """
 
     def __init__(self, flat_param: FlatParameter, form: Form, dtype: torch.dtype, device: torch.device) -> None:
         """``dtype``: of the computing weights, and of the wire if the codec is exact."""
-        self.flat_param, self.form = flat_param, form
+        self.flat_param, self.form, self._dtype = flat_param, form, dtype
         self.version = 0
         self.main = nn.Parameter(torch.zeros(flat_param.num_elems // form.ranks.world_size, device=device))
-        self._dtype = dtype
         is_main = form.codec.exact and dtype == torch.float32
         self.encoded = None if is_main else torch.empty(form.wire_bytes, dtype=torch.uint8, device=device)
         self._encoded_version = -1
@@ -87,16 +89,15 @@ class MainShard:
 
 
 class FrozenShard:
-    """``encoded`` holds the bytes that are gathered. ``version`` increases at each ``load``.
+    """This rank's bytes of a frozen flat parameter, ``encoded``, as they are gathered. ``version`` increases at each ``load``.
 
     ``sum``: the loaded numbers' bits, added up as integers, so every single-bit difference of a model changes it.
     """
 
     def __init__(self, flat_param: FlatParameter, form: Form, dtype: torch.dtype, device: torch.device) -> None:
         """``dtype``: of the computing weights, and of the bytes if the codec is exact."""
-        self.flat_param, self.form = flat_param, form
+        self.flat_param, self.form, self._dtype = flat_param, form, dtype
         self.version = self.sum = 0
-        self._dtype = dtype
         self.encoded = torch.zeros(form.wire_bytes, dtype=torch.uint8, device=device)
 
     def load(self, numbers_S: Tensor, blocks_S: Tensor | None) -> None:
@@ -112,7 +113,6 @@ class FrozenShard:
         return self.encoded
 
     def computable(self) -> Tensor | None:
-        """The shard as numbers that modules can compute with, if it has them in memory."""
         has_numbers = self.form.codec.exact and self.flat_param.blocks is None
         return self.encoded.view(self._dtype) if has_numbers else None
 

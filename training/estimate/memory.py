@@ -29,8 +29,8 @@ from tightwire.training.config.optimizer import CompressorOptions, OptimizerConf
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.sequences import Batch
 from tightwire.training.engine.costs import engine_memory, transfer_bytes
-from tightwire.training.engine.flat_parameters import Bucket, BucketPlan, ParamSpan, cut_shard
-from tightwire.training.engine.gradients import alternates
+from tightwire.training.engine.flat_parameters import FLOAT32_BYTES, Bucket, BucketPlan, ParamSpan, cut_shard
+from tightwire.training.engine.gradients import shares_gradient_buffer
 from tightwire.training.engine.hooks import Hooks, MicroBatch
 from tightwire.training.engine.options import EngineOptions
 from tightwire.training.optimizer import make_optimizer
@@ -41,7 +41,6 @@ from tightwire.training.start.objective import make_objective
 
 _META = torch.device("meta")
 _ATTENTION = "tightwire-meta"  # the name that transformers knows our attention by
-_FLOAT32_BYTES = 4
 _TRIED = 256  # elements of a trial tensor
 
 
@@ -117,7 +116,7 @@ def activation_bytes(
     def nothing(*_: Any, **__: Any) -> None: ...
 
     def view(bucket: Bucket, param: ParamSpan, dtype: torch.dtype) -> Tensor | None:
-        has_earlier = accumulates and not alternates(options, bucket)
+        has_earlier = accumulates and not shares_gradient_buffer(options, bucket)
         return None if has_earlier or dtype != options.reduce_dtype else views[param]
 
     # Instead of the engine's: every weight is always present, and gradients are not stored.
@@ -156,11 +155,11 @@ class OptimizerBytes(NamedTuple):
     """Bytes per element: of optimizer state, and of the temporary tensors of a step that updates one tensor at a time."""
 
     kept: int
-    moment: int
+    temporary: int
 
 
 def measure_optimizer(config: OptimizerConfig) -> OptimizerBytes:
-    """Step on small tensors."""
+    """The optimizer's bytes, found by steps on small tensors."""
     # Two tensors: an optimizer may still hold the first one's temporaries while it updates the second.
     tried = [torch.nn.Parameter(torch.zeros(_TRIED)) for _ in range(2)]
     for parameter in tried:
@@ -176,8 +175,8 @@ def measure_optimizer(config: OptimizerConfig) -> OptimizerBytes:
 
 
 def checkpoint_bytes(config: OptimizerConfig, plan: BucketPlan, between: CompressorOptions, num_replicas: int) -> int:
-    """Bytes of one checkpoint, which has no frozen weights, in all ranks' files. With several replicas, each one stores its own residuals."""
-    element_bytes = _FLOAT32_BYTES + measure_optimizer(config).kept
+    """Bytes of one checkpoint in all ranks' files, without frozen weights; each of several replicas stores its residuals."""
+    element_bytes = FLOAT32_BYTES + measure_optimizer(config).kept
     shared = element_bytes * plan.num_trainable
     if num_replicas == 1:
         return shared
@@ -187,20 +186,20 @@ def checkpoint_bytes(config: OptimizerConfig, plan: BucketPlan, between: Compres
 
 
 class RankMemory(NamedTuple):
-    """Bytes by purpose. ``stays``: held for the whole run. ``moments``: peaks that do not coincide."""
+    """A rank's bytes by purpose. ``stays``: held for the whole run. ``peaks``: besides; they do not coincide."""
 
     stays: dict[str, int]
-    moments: dict[str, int]
+    peaks: dict[str, int]
 
     @property
     def most(self) -> int:
-        return sum(self.stays.values()) + max(self.moments.values())
+        return sum(self.stays.values()) + max(self.peaks.values())
 
 
 def rank_memory(
     config: TrainConfig, options: EngineOptions, llama: LlamaConfig, plan: BucketPlan, topology: Topology
 ) -> RankMemory:
-    """``plan``: the buckets of ``llama``, sharded for these ranks."""
+    """The memory of a rank of ``topology``. ``plan``: the buckets of ``llama``, sharded for these ranks."""
     nodes = {"num_nodes": topology.num_nodes, "ranks_per_node": topology.ranks_per_node}
     shards = [flat_param.num_elems // plan.shard_ranks for flat_param in plan.trainable]
     replicated = plan.trainable if topology.world_size > plan.shard_ranks else []
@@ -214,10 +213,10 @@ def rank_memory(
             "between": sum(kept_bytes(between, cut_shard(each, 0, plan.shard_ranks)) for each in replicated),
             "optimizer": optimizer.kept * sum(shards),
         },
-        moments={
+        peaks={
             "backward": activations.most,
             "reducing": activations.reducing + transfers.beside_backward if transfers.beside_backward else 0,
             "last_sums": transfers.at_the_end,
-            "optimizer_step": optimizer.moment * max(shards),
+            "optimizer_step": optimizer.temporary * max(shards),
         },
     )

@@ -11,7 +11,7 @@ import torch
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.sizes import format_bytes
-from tightwire.training.compression.compressors import compressor_bytes, inside_bytes
+from tightwire.training.compression.compressors import NORM_BYTES, compressor_bytes, inside_bytes
 from tightwire.training.config.optimizer import CompressorOptions, DenseOptions, DgcOptions, SparseOptions, TopKOptions
 from tightwire.training.config.tree import TrainConfig
 from tightwire.training.engine.costs import Flow, step_traffic
@@ -21,7 +21,6 @@ from tightwire.training.estimate.memory import RankMemory, rank_memory
 from tightwire.training.start.model import plan_model
 
 _MOST_REPLICAS = 128  # the article on DGC in Paddle asks for dense sums above
-_NORM_BYTES = 8  # a shard's squared gradient norm, sent to each rank of its shard group
 _SMALL_SIDE, _CPU_SIDE, _GPU_SIDE = 256, 1024, 4096
 _LONGEST_PRODUCT_S = 1.5
 
@@ -62,7 +61,7 @@ class StepModel:
     @property
     def bytes_sent(self) -> int:
         """All bytes, with those of the gradients' norm, which the other properties leave out."""
-        return self.inside_nodes + self.between_nodes + (self.plan.shard_ranks - 1) * _NORM_BYTES
+        return self.inside_nodes + self.between_nodes + (self.plan.shard_ranks - 1) * NORM_BYTES
 
     @property
     def messages_between_nodes(self) -> int:
@@ -98,7 +97,7 @@ class StepModel:
 def model_step(
     config: TrainConfig, options: EngineOptions, llama: LlamaConfig, topology: Topology, *, step: int = 0
 ) -> StepModel:
-    """``step``: its number, for compressors whose sparsity rises."""
+    """The model of one step of a run on these ranks. ``step``: its number, for compressors whose sparsity rises."""
     shard_ranks = options.sharding.shard_ranks(topology.world_size, topology.num_nodes)
     _, plan = plan_model(config, llama, torch.device("cpu"), shard_ranks)
     flows = step_traffic(

@@ -63,21 +63,21 @@ def _gathers(plan: BucketPlan, options: EngineOptions, flows: Sequence[Flow], ra
     for bucket in plan.buckets:
         if bucket.block is None and calls[bucket.number] and bucket not in late:
             yield Task(f"gather {bucket.name}", _GATHER, (), *calls[bucket.number][0])
-    for bucket in plan.blocks:
+    blocks = list(enumerate(plan.blocks))
+    for block, bucket in blocks:
         if not calls[bucket.number]:
             continue
-        assert bucket.block is not None
         # A shared buffer is free once its previous block is done; an unshared one is requested one block earlier.
-        before = bucket.block - forward - (not gathered_weights.alternates(options, bucket))
-        after = f"forward {before if forward else bucket.block - 1}"
-        yield Task(f"gather {bucket.block}", _GATHER, (after,), *calls[bucket.number][0])
+        before = block - forward - (not gathered_weights.shares_weight_buffer(options, bucket))
+        after = f"forward {before if forward else block - 1}"
+        yield Task(f"gather {block}", _GATHER, (after,), *calls[bucket.number][0])
     for bucket in late:
         yield Task(f"gather {bucket.name}", _GATHER, (f"forward {num_blocks - 1 - forward}",), *calls[bucket.number][0])
-    for bucket in reversed(plan.blocks):
+    for block, bucket in reversed(blocks):
         if len(calls[bucket.number]) > 1:
-            assert bucket.block is not None and bucket.block < num_blocks - ahead
-            after = f"backward {bucket.block + (backward or 1)}"
-            yield Task(f"gather again {bucket.block}", _GATHER, (after,), *calls[bucket.number][1])
+            assert block < num_blocks - ahead
+            after = f"backward {block + (backward or 1)}"
+            yield Task(f"gather again {block}", _GATHER, (after,), *calls[bucket.number][1])
 
 
 def _computing(plan: BucketPlan, options: EngineOptions, computing: Computing) -> Iterator[Task]:
@@ -95,7 +95,7 @@ def _computing(plan: BucketPlan, options: EngineOptions, computing: Computing) -
     for block, count in reversed(list(enumerate(elems))):
         after = [f"gather again {block}"]
         before = block + gradients.NUM_BUFFERS  # the previous block in the same gradient buffer
-        if before < len(elems) and gradients.alternates(options, plan.blocks[block]):
+        if before < len(elems) and gradients.shares_gradient_buffer(options, plan.blocks[block]):
             after.append(f"reduce {plan.blocks[before].name}")
         yield Task(f"backward {block}", _COMPUTE, tuple(after), computing.backward_s * count / total)
 
@@ -121,7 +121,7 @@ def _reduces(model: StepModel, rates: Rates) -> list[Task]:
 
 def _shares_as_head(options: EngineOptions, bucket: Bucket) -> bool:
     """A head that shares buffers with the embedding, so it comes behind the last block and goes before it."""
-    return bucket.name == HEAD and options.shares(bucket)
+    return bucket.name == HEAD and options.may_share(bucket)
 
 
 def _calls(bucket: Bucket, flows: Sequence[Flow], rates: Rates) -> list[tuple[float, float]]:

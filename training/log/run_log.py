@@ -58,7 +58,7 @@ class EvaluationRecord:
 
 
 class RunLog:
-    """Written by one rank. ``after_step``: the run resumes after this step, so later lines are dropped."""
+    """The run's log file and TensorBoard files. ``after_step``: the run resumes after this step, so later lines are dropped."""
 
     def __init__(self, run: Path, *, after_step: int, tensorboard: bool) -> None:
         """Raises ValueError: the log file cannot be written."""

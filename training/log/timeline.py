@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("compute", "gather", "write", "reduce")
+_KEPT = 200_000  # pieces of work, about 0.2 kB each
 Interval = tuple[float, float]
 
 
 class Timeline:
     """A ``Trace`` of the engine: keeps the last pieces of work with their begin and end in seconds."""
 
-    def __init__(self, most: int = 200_000) -> None:
-        """``most``: pieces of work that are kept, about 0.2 kB each."""
-        self.work: deque[tuple[str, str, str, float, float]] = deque(maxlen=most)  # kind, bucket, buffer, begin, end
+    def __init__(self) -> None:
+        self.work: deque[tuple[str, str, str, float, float]] = deque(maxlen=_KEPT)  # kind, bucket, buffer, begin, end
         self._begun: dict[tuple[str, str, str], float] = {}
         self._lock = threading.Lock()  # the lanes have threads of their own
 

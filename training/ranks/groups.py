@@ -33,10 +33,6 @@ class TrainGroups:
     main: Group
 
     @property
-    def rank(self) -> int:
-        return self.main.rank
-
-    @property
     def world_size(self) -> int:
         return self.main.world_size
 
@@ -47,10 +43,6 @@ class TrainGroups:
     @property
     def device(self) -> torch.device:
         return self.main.device
-
-    @property
-    def timeout_s(self) -> float:
-        return self.main.timeout_s
 
     def close(self) -> None:
         """Close all connections without waiting for other ranks. May be called twice."""
@@ -130,9 +122,7 @@ class Control:
     """Gathers values from all ranks. All ranks call the same methods in the same order."""
 
     def __init__(self, group: Group) -> None:
-        self._group = group
-        self.rank = group.rank
-        self.world_size = group.world_size
+        self._group, self.rank, self.world_size = group, group.rank, group.world_size
 
     def gather_numbers(self, *numbers: float) -> list[tuple[float, ...]]:
         """The numbers of all ranks, in rank order; all pass equally many. Cost: 8 (W-1) bytes a number, one round."""

@@ -11,10 +11,10 @@ import torch
 
 from tightwire.comm.errors import name_ranks
 from tightwire.sizes import check_disks, format_bytes
-from tightwire.training.checkpoint.folders import checkpoints_in, remove_partial
+from tightwire.training.checkpoint.folders import OtherRunError, checkpoints_in, remove_partial
 from tightwire.training.checkpoint.state import RunState
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.data.documents import RunData, describe_files
+from tightwire.training.data.documents import RunData, fingerprint_of
 from tightwire.training.engine.engine import Engine
 from tightwire.training.engine.shards import sum_bits
 from tightwire.training.ranks.groups import Control
@@ -29,9 +29,9 @@ _MOST_KEYS = 5  # keys in the error message
 def check_same_configuration(config: TrainConfig, data: RunData, control: Control) -> None:
     """Collective. Raises ValueError: configuration values or data differ between ranks; the message names them."""
     own = {key: value for key, value in _flatten(config.model_dump(mode="json"), "") if not key.startswith(_MAY_DIFFER)}
-    own["the fingerprint of data.files"] = describe_files(data.documents.files)
+    own["the fingerprint of data.files"] = fingerprint_of(data.documents.files)
     if data.held_out_documents is not None:
-        own["the fingerprint of data.held_out_files"] = describe_files(data.held_out_documents.files)
+        own["the fingerprint of data.held_out_files"] = fingerprint_of(data.held_out_documents.files)
     ranks = control.gather(own)
     keys = list(dict.fromkeys(key for values in ranks for key in values))
     differing = [key for key in keys if any(values.get(key) != ranks[0].get(key) for values in ranks)]
@@ -61,6 +61,15 @@ def check_replicas(state: RunState, engine: Engine, control: Control) -> int:
                 "differs between their machines"
             )
     return sum(value for (name, _), (_, value) in first.items() if name in frozen_names)
+
+
+def check_frozen(folder: Path, description: Mapping[str, Any], frozen_sum: int) -> None:
+    """Raises OtherRunError: the frozen weights, which are read from the starting model, are not those of the checkpoint's run."""
+    if description["frozen_sum"] != frozen_sum:
+        raise OtherRunError(
+            f"{folder} was trained beside other frozen weights than {description['model']['name']} has now; restore its files, "
+            "or give another `run`"
+        )
 
 
 def _flatten(values: Mapping[str, Any], under: str) -> Iterator[tuple[str, Any]]:

@@ -76,7 +76,7 @@ def _about_memory(model: StepModel, engine: Mapping[str, int]) -> Iterator[str]:
     yield "\nmemory per rank: held for the whole run"
     yield from _sizes({**memory.stays, **engine})
     yield "  plus the largest of these peaks"
-    yield from _sizes(memory.moments)
+    yield from _sizes(memory.peaks)
     yield f"    {'together':<18}{format_bytes(memory.most + sum(engine.values())):>10}, without the program itself"
     if count := min(model.options.checkpoint_blocks, len(plan.block_modules)):
         yield f"    {'recomputed':<18}{count} of {len(plan.block_modules)} blocks"

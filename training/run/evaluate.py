@@ -14,7 +14,7 @@ from tightwire.training.start.model import StartingModel
 
 
 class Evaluator:
-    """``sequences`` is the same list on all ranks; each rank evaluates every W-th of them."""
+    """Evaluates the weights on held-out sequences. Each of W ranks evaluates every W-th of ``sequences``, the same on all."""
 
     def __init__(
         self,
@@ -25,9 +25,8 @@ class Evaluator:
         sequences: Sequence[TokenSequence | Row],
         stop_signal: Callable[[], int],
     ) -> None:
-        self._stop_signal = stop_signal
         self._config, self._trained, self._start, self._control = config.evaluation, trained, start, control
-        self._is_chat = config.data.kind != "text"
+        self._stop_signal, self._is_chat = stop_signal, config.data.kind != "text"
         at_once, own = config.batch.micro_sequences, list(sequences[control.rank :: control.world_size])
         num_batches = -(-len(sequences) // (control.world_size * at_once))
         # Each pass gathers weights, so all ranks run the same number; fill up with sequences whose targets are ignored.
@@ -37,7 +36,7 @@ class Evaluator:
         self._batches = batch.split(at_once)
 
     def run(self, step: int) -> EvaluationRecord | int:
-        """Evaluate the weights after ``step`` steps: the same record on all ranks, or the signal that some rank received. Collective."""
+        """The record after ``step`` steps, the same on all ranks, or the signal that some rank received. Collective."""
         model, objective = self._trained.model, self._trained.objective
         totals, samples = list[list[float]](), list[tuple[str, str]]()
         model.eval()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -38,9 +38,18 @@ class BrokenDataError(RuntimeError):
     """The data of the next step cannot be read; the trained weights are saved."""
 
 
+class Begin(NamedTuple):
+    """Where a run goes on: at a checkpoint, or as a new one."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    position: int = 0
+    kept_answers: Mapping[str, Any] | None = None  # ``Rollouts.kept``: the checkpoint is among the steps of one rollout
+
+
 @dataclass(kw_only=True)
 class Loop:
-    """One run on one rank. ``step`` and ``position`` start at the checkpoint's and advance with each step."""
+    """One run on one rank. ``step`` and ``position`` start at those of ``begin`` and advance with each step."""
 
     config: TrainConfig
     trained: Trained
@@ -55,12 +64,10 @@ class Loop:
     stop_signal: Callable[[], int]
     flops_per_token: int
     peak_flops: float
-    step: int = 0
-    position: int = 0
-    last_checkpoint: Path | None = None
-    answers: Mapping[str, Any] | None = None  # ``Rollouts.kept`` of a checkpoint among the steps of one rollout
+    begin: Begin
 
     def __post_init__(self) -> None:
+        self.last_checkpoint, self.step, self.position, _ = self.begin
         self._saved_step = self.step
         self._model, self._engine, self._state = self.trained.model, self.trained.engine, self.trained.state
         self._accumulation = self.config.batch.accumulation(self.control.world_size)
@@ -106,8 +113,8 @@ class Loop:
         """Read the data up to ``position``. Returns the signal that some rank received, or 0."""
         if self.position and self.step < self.config.schedule.steps:
             self.terminal.say(f"reading the data up to position {self.position}")
-        if self.answers is not None and self.rollouts is not None:
-            self._upcoming = self.rollouts.restored(self.answers)
+        if self.begin.kept_answers is not None and self.rollouts is not None:
+            self._upcoming = self.rollouts.restored(self.begin.kept_answers)
         with self.control.failing_together(DataError):
             self._read()
             if self._data_error:
@@ -150,50 +157,30 @@ class Loop:
         """True if the next step learns from the answers of the last one again."""
         return self.rollouts is not None and self.step % self.config.answers.updates != 0
 
-    def _next(self) -> list[Any]:
+    def _next_batches(self) -> list[Any]:
         """The micro-batches of the next step."""
-        config, all_of_them = self.config.answers, self._upcoming
-        size = len(all_of_them) // config.minibatches
-        first = self.step % config.minibatches * size
-        return all_of_them[first : first + size]
+        num_steps = self.config.answers.minibatches  # that divide ``_upcoming``
+        size = len(self._upcoming) // num_steps
+        first = self.step % num_steps * size
+        return self._upcoming[first : first + size]
 
     def _step(self) -> tuple[int, bool]:
         """Run one step. Returns the signal that some rank received, and whether some rank failed to read its data."""
         begun, sent, waited = perf_counter(), self._engine.bytes_sent, self._engine.waited_s
         rate = learning_rate(self.config.schedule, self.config.optimizer.lr, self.step)
         (loss, *sums), items = self._gradients(), self._weight
-        norm = self._engine.clip_gradients(self.config.optimizer.clip_norm or math.inf)
-        if not math.isfinite(norm):
-            self._diverged(loss)
-        for group in self._state.optimizer.param_groups:
-            group["lr"] = rate
-        self._state.optimizer.step()
-        trim_freed_memory()  # or a process grows from step to step
-        self._engine.weights_changed()
-        tokens = sum(batch.inputs_BS.numel() for batch in self._next())
+        norm = self._update_weights(rate, loss)
+        tokens = sum(batch.inputs_BS.numel() for batch in self._next_batches())
         self.step += 1
         self.position += 0 if self._keeps_answers else self.config.batch.sequences
-        answers = {} if self.rollouts is None else self.rollouts.figures
+        figures = {} if self.rollouts is None else self.rollouts.figures  # of the answers that this step learned from
         self._read()
-        ranks = self.control.gather_numbers(
-            loss,
-            self.stop_signal(),
-            self.checkpointer.written,
-            _memory_bytes(self.trained.device),
-            bool(self._data_error),
-            self._own_weight(),
-            tokens,
-            *sums,
-        )
-        losses, signals, written, memory, broken, weights, all_tokens, *totals = zip(*ranks, strict=True)
+        own = loss, tokens, self.stop_signal(), self.checkpointer.written, _memory_bytes(self.trained.device)
+        ranks = self.control.gather_numbers(*own, bool(self._data_error), self._own_weight(), *sums)
+        losses, all_tokens, signals, written, memory, broken, weights, *totals = zip(*ranks, strict=True)
         self._weight = int(sum(weights))
         means = [sum(total) / max(items, 1) for total in totals]
-        seconds = perf_counter() - begun
-        tokens = int(sum(all_tokens))
-        reached = self.flops_per_token * tokens / self.control.world_size / seconds
-        if self.config.log.peak_tflops is None:
-            # A step can be faster than the measured peak, because other programs may have run during that measurement.
-            self.peak_flops = max(self.peak_flops, reached)
+        seconds, tokens = perf_counter() - begun, int(sum(all_tokens))
         self._log_record(
             StepRecord(
                 step=self.step,
@@ -202,16 +189,36 @@ class Loop:
                 grad_norm=norm,
                 tokens=tokens,
                 seconds=seconds,
-                mfu=reached / self.peak_flops,
+                mfu=self._utilization(tokens / seconds),
                 memory_bytes=int(max(memory)),
                 wire_bytes=self._engine.bytes_sent - sent,
                 exposed_ms=1e3 * (self._engine.waited_s - waited),
-                figures=answers | dict(zip(self.trained.objective.figures, means, strict=True)),
+                figures=figures | dict(zip(self.trained.objective.figures, means, strict=True)),
             )
         )
         if all(written):
             self._complete_checkpoint(raising=False)
         return int(max(signals)), any(broken)
+
+    def _update_weights(self, rate: float, loss: float) -> float:
+        """Step the optimizer; returns the norm of the gradient before clipping. Raises DivergedError: it is not finite."""
+        norm = self._engine.clip_gradients(self.config.optimizer.clip_norm or math.inf)
+        if not math.isfinite(norm):
+            self._fail_by_gradient(loss)
+        for group in self._state.optimizer.param_groups:
+            group["lr"] = rate
+        self._state.optimizer.step()
+        trim_freed_memory()  # or a process grows from step to step
+        self._engine.weights_changed()
+        return norm
+
+    def _utilization(self, tokens_per_s: float) -> float:
+        """The share of a rank's peak rate that all ranks' ``tokens_per_s`` are: MFU."""
+        reached = self.flops_per_token * tokens_per_s / self.control.world_size
+        if self.config.log.peak_tflops is None:
+            # A step can be faster than the measured peak, because other programs may have run during that measurement.
+            self.peak_flops = max(self.peak_flops, reached)
+        return reached / self.peak_flops
 
     def _gradients(self) -> list[float]:
         """Run forward and backward of all micro-batches.
@@ -220,10 +227,10 @@ class Loop:
         """
         total = torch.zeros((), device=self.trained.device)
         totals = torch.zeros(len(self.trained.objective.figures), device=self.trained.device)
-        batches = self._next()
+        batches = self._next_batches()
         for number, batch in enumerate(batches):
             # Items of all ranks weigh the same, however many a micro-batch has; of text, all have equally many.
-            own = self.trained.objective.weight(batch)  # 0: no group of answers has rewards that differ
+            own = self.trained.objective.weight(batch)  # 0: in no group of answers do the rewards differ
             share = self._weight / (self.control.world_size * own) if own else 1.0
             batch = batch.to(self.trained.device)
             self._seed_dropout(number)
@@ -238,7 +245,7 @@ class Loop:
 
     def _own_weight(self) -> int:
         """The targets or pairs that this rank has in the next step."""
-        return sum(self.trained.objective.weight(batch) for batch in self._next())
+        return sum(self.trained.objective.weight(batch) for batch in self._next_batches())
 
     def _seed_dropout(self, micro_batch: int) -> None:
         """Make dropout depend on the step alone, so that a resumed run draws the same."""
@@ -246,7 +253,7 @@ class Loop:
             where = f"{self.config.seed} {self.step} {self.control.rank} {micro_batch}"
             torch.manual_seed(random.Random(where).getrandbits(63))
 
-    def _diverged(self, loss: float) -> None:
+    def _fail_by_gradient(self, loss: float) -> None:
         """Raise DivergedError. Collective: the norm is the same on all ranks."""
         grads = {shard.name: shard.flat_N.grad for shard in self._state.shards}
         own = [name for name, grad in grads.items() if grad is not None and not grad.isfinite().all()]

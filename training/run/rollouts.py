@@ -73,7 +73,7 @@ class Engines(NamedTuple):
 
 
 def find_reward(name: str, device: torch.device) -> Reward:
-    """Raises ValueError: there is no such function or folder."""
+    """The reward that a configuration names: a function, or a reward model's folder. Raises ValueError: there is none."""
     if ((folder := Path(os.path.expanduser(name))) / CONFIG_FILE).is_file():
         with naming(f"rewards: {name}", "it is damaged", OSError, LookupError, TypeError, ValueError, SafetensorError):
             return RewardModel.open(folder, device)
@@ -137,14 +137,15 @@ class Rollouts:
         at_once = config.batch.sequences // control.world_size * self.config.samples * group.world_size
         tempered = start.tempered(self.config.temperature)  # so that the engine's log-probabilities are at it too
         self._sampler = open_sampler(tempered, config, group, at_once, trained.engine)
+        self.close = self._sampler.close
         self.figures: dict[str, float] = {}  # of the newest answers, over all ranks
         self._spent: dict[str, float] = {}  # on them, by this rank
 
-    def close(self) -> None:
-        self._sampler.close()
-
     def run(self, batches: Sequence[Sequence[Prompt]], step: int) -> list[Answers]:
-        """Answer the prompts of the micro-batches after ``step`` steps. Collective. Raises on all ranks DataError: a reward failed; ModelError: scores are not finite."""
+        """Answer the prompts of the micro-batches after ``step`` steps. Collective.
+
+        Raises on all ranks DataError: a reward failed; ModelError: scores are not finite.
+        """
         self._load()
         groups, records = self._answer(batches, step)
         self._note([record for of_rank in self._control.gather(records) for record in of_rank])
@@ -236,8 +237,8 @@ class Rollouts:
 
     def _note(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Set the figures, and write the samples on rank 0."""
-        rewards_PG = torch.tensor([record["reward"] for record in records], dtype=torch.float64)
-        rewards_PG = rewards_PG.view(-1, self.config.samples)
+        rewards = [record["reward"] for record in records]
+        rewards_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, self.config.samples)
         self.figures = {
             "reward": float(rewards_PG.mean()),
             "answer_tokens": sum(record["tokens"] for record in records) / len(records),

@@ -21,24 +21,19 @@ from tightwire.run_page import write_page
 from tightwire.threads import ReadAhead
 from tightwire.training.checkpoint.files import Checkpointer
 from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError, check_files, find_checkpoint
-from tightwire.training.checkpoint.state import (
-    check_checkpoint,
-    check_frozen,
-    describe_checkpoint,
-    identity_of,
-    restore,
-)
+from tightwire.training.checkpoint.state import check_checkpoint, describe_checkpoint, identity_of, restore
 from tightwire.training.config.tree import TrainConfig
-from tightwire.training.data.documents import RunData, describe_files
-from tightwire.training.data.sequences import held_out_sequences, rank_batches
+from tightwire.training.data.documents import RunData, fingerprint_of
+from tightwire.training.data.sequences import AnyPacker, held_out_sequences, rank_batches
 from tightwire.training.engine.options import EngineOptions, engine_options
 from tightwire.training.estimate.memory import checkpoint_bytes
 from tightwire.training.estimate.step import advice, dtype_advice, flops_per_token, model_step, peak_flops
-from tightwire.training.log.run_log import RunLog, Terminal
+from tightwire.training.log.run_log import EvaluationRecord, RunLog, Terminal
 from tightwire.training.log.timeline import Timeline
 from tightwire.training.ranks.groups import open_store, rollout_group
 from tightwire.training.run.checks import (
     check_disk_space,
+    check_frozen,
     check_replicas,
     check_same_configuration,
     find_export_folder,
@@ -46,7 +41,7 @@ from tightwire.training.run.checks import (
 )
 from tightwire.training.run.early_checks import check_early, find_topology
 from tightwire.training.run.evaluate import Evaluator
-from tightwire.training.run.loop import BrokenDataError, DivergedError, Loop
+from tightwire.training.run.loop import Begin, BrokenDataError, DivergedError, Loop
 from tightwire.training.run.rollouts import Engines, Rollouts
 from tightwire.training.run.setup import Ranks, connect_ranks, find_device, make_packer, make_trained, usable_bytes
 from tightwire.training.start.export import CRITIC, export_adapter, export_folder
@@ -65,9 +60,7 @@ def run_training(
 ) -> int:
     """Train, save and export. Returns the number of the signal that ended the run, or 0.
 
-    ``engines``: what answers the prompts of GRPO and of a distillation.
-
-    Raises ValueError before anything has been changed, and one of ``FAILURES`` if the run cannot go on.
+    ``engines``: what answers the prompts of GRPO and of a distillation. Raises ValueError before anything has been changed, and one of ``FAILURES`` if the run cannot go on.
     """
     topology = find_topology(environment, config.parallel.nodes)
     data, options = check_early(config, topology), engine_options(config)
@@ -78,7 +71,7 @@ def run_training(
             ranks = stack.enter_context(connect_ranks(config.parallel, topology, store, device))
             received = stack.enter_context(stop_signals())
             run = Run(config, options, data, ranks, engines)
-        stack.callback(run.close)
+        stack.callback(run.trained.engine.close)
         return run.train(received)
 
 
@@ -94,65 +87,47 @@ class Run:
         check_same_configuration(config, data, ranks.control)
         self._folder = make_run_folder(config, ranks.control, ranks.held)
         self._start = _open_starting_model(config, data, self._folder, ranks)
-        self._identity = identity_of(config, self._start, files=describe_files(data.documents.files))
+        self._identity = identity_of(config, self._start, files=fingerprint_of(data.documents.files))
         if config.parallel.checkpoint_blocks == "auto":
             topology = Topology(0, ranks.groups.world_size, num_nodes=ranks.groups.num_nodes)
             usable = usable_bytes(ranks.groups.device, find_topology(os.environ, None).ranks_per_node)
             options = model_step(config, options, self._start.config, topology).fitting(usable).options
         self._timeline = Timeline() if config.log.trace else None
         traced = {} if self._timeline is None else {"trace": self._timeline}
-        self._trained = make_trained(config, options, self._start, ranks.groups, **traced)
-        plan, replicas = self._trained.engine.plan, self._trained.state.replica.size
+        self.trained = make_trained(config, options, self._start, ranks.groups, **traced)
+        plan, replicas = self.trained.engine.plan, self.trained.state.replica.size
         kept = checkpoint_bytes(config.optimizer, plan, config.parallel.between, replicas)
         written = plan.num_parameters if config.model.lora is None else plan.num_trainable
         with ranks.control.failing_together(ValueError):
             if ranks.control.rank == 0:  # rank 0 writes the model
                 check_disk_space(config, self._folder, checkpoint_bytes=kept, num_parameters=written)
 
-    def close(self) -> None:
-        self._trained.engine.close()
-
     def train(self, stop_signal: Callable[[], int]) -> int:
         """Train from the newest checkpoint or from the start. ``stop_signal``: the signal that this rank received, or 0."""
-        config, control, start, trained = self._config, self._control, self._start, self._trained
-        checkpoint, step, position, answers = self._load()
+        config, control, start, trained = self._config, self._control, self._start, self.trained
+        begin = self._load()
         if config.distill is not None:  # the target's answers are the data
             self._data = self._need_engines().record(config, self._data, start, control, trained.device)
-        terminal = Terminal(config.schedule.steps, config.log.every, rank=control.rank, done=step)
-        log = evaluate = rollouts = None
-        closed, ahead = Event(), max(_READ_AHEAD, config.batch.accumulation(control.world_size))
-        first = position + config.batch.sequences if answers else position
-        where = {"rank": control.rank, "world_size": control.world_size, "position": first}
+        terminal = Terminal(config.schedule.steps, config.log.every, rank=control.rank, done=begin.step)
+        log = rollouts = None
         pack = make_packer(config, start)
-        batches = ReadAhead(rank_batches(self._data, pack, **where, closed=closed), ahead, closed)
+        batches = self._read_ahead(pack, begin)
         try:
             with control.failing_together(ValueError):
                 if control.rank == 0:
-                    log = RunLog(self._folder, after_step=step, tensorboard=config.log.tensorboard)
-            terminal.say(self._describe_start(checkpoint))
-            wasteful = advice(config.parallel.between, trained.engine.plan, trained.state.replica.size)
-            dtype, given = getattr(torch, config.model.compute_dtype), (config.log.peak_tflops or 0) * 1e12
-            peak = given or peak_flops(trained.device, dtype)
-            for text in chain(wasteful, () if given else dtype_advice(trained.device, dtype, peak)):
-                terminal.say(f"WARNING: {text}")
+                    log = RunLog(self._folder, after_step=begin.step, tensorboard=config.log.tensorboard)
+            terminal.say(self._describe_start(begin.checkpoint))
+            peak = self._peak_flops(terminal)
             if config.data.kind == "prompts":
                 with control.failing_together(ValueError):
                     shared = control, self._need_engines().open, self._answering
-                    rollouts = Rollouts(config, start, trained, *shared, step, terminal.say)
-            has_held_out = self._data.held_out_documents is not None or self._data.held_out_share > 0
-            if config.evaluation.every and (rollouts is None or has_held_out):
-                held_out: Any = held_out_sequences(self._data, pack)
-                if rollouts is None:
-                    evaluate = Evaluator(config, trained, start, control, held_out, stop_signal).run
-                else:
-                    evaluate = partial(rollouts.evaluate, held_out)
+                    rollouts = Rollouts(config, start, trained, *shared, begin.step, terminal.say)
+            evaluate = self._make_evaluate(pack, rollouts, stop_signal)
             with control.failing_together(OSError):  # from here on nothing refuses the run
                 if control.rank == 0:
                     settings = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
                     write_atomic(self._folder / "config.yaml", settings.encode())
-            flops = flops_per_token(
-                start.config, config.data.sequence_tokens, config.product_passes, scores=config.model.head == "reward"
-            )
+            sizes, scores = (config.data.sequence_tokens, config.product_passes), config.model.head == "reward"
             loop = Loop(
                 config=config,
                 trained=trained,
@@ -167,16 +142,13 @@ class Run:
                 log=log,
                 rollouts=rollouts,
                 stop_signal=stop_signal,
-                flops_per_token=flops,
+                flops_per_token=flops_per_token(start.config, *sizes, scores=scores),
                 peak_flops=peak,
-                step=step,
-                position=position,
-                last_checkpoint=checkpoint,
-                answers=answers,
+                begin=begin,
             )
             signal = loop.run()
             if signal:
-                saved = "saved" if loop.step > step else "nothing new to save"
+                saved = "saved" if loop.step > begin.step else "nothing new to save"
                 at = f"step {loop.step} of {config.schedule.steps}"
                 terminal.say(f"stopped after {at}, {saved}; the same command resumes")
             else:
@@ -192,6 +164,37 @@ class Run:
                 self._write(terminal, "run's page", self._write_page)
             if self._timeline is not None:
                 self._write(terminal, "trace", partial(self._timeline.write, self._folder, control.rank))
+
+    def _read_ahead(self, pack: AnyPacker, begin: Begin) -> ReadAhead[Any]:
+        """This rank's micro-batches from ``begin`` on, read in a thread; the prompts of kept answers are used already."""
+        config, control, closed = self._config, self._control, Event()
+        first = begin.position + (config.batch.sequences if begin.kept_answers else 0)
+        of_rank = {"rank": control.rank, "world_size": control.world_size}
+        ahead = max(_READ_AHEAD, config.batch.accumulation(control.world_size))
+        return ReadAhead(rank_batches(self._data, pack, **of_rank, position=first, closed=closed), ahead, closed)
+
+    def _peak_flops(self, terminal: Terminal) -> float:
+        """The device's operations a second, given or measured. Warns of what the configuration wastes."""
+        config, trained = self._config, self.trained
+        wasteful = advice(config.parallel.between, trained.engine.plan, trained.state.replica.size)
+        dtype, given = getattr(torch, config.model.compute_dtype), (config.log.peak_tflops or 0) * 1e12
+        peak = given or peak_flops(trained.device, dtype)
+        for text in chain(wasteful, () if given else dtype_advice(trained.device, dtype, peak)):
+            terminal.say(f"WARNING: {text}")
+        return peak
+
+    def _make_evaluate(
+        self, pack: AnyPacker, rollouts: Rollouts | None, stop_signal: Callable[[], int]
+    ) -> Callable[[int], EvaluationRecord | int] | None:
+        """What evaluates the weights after a step: the loss or the rewards of held-out data; None: nothing is held out."""
+        config, data = self._config, self._data
+        has_held_out = data.held_out_documents is not None or data.held_out_share > 0
+        if not config.evaluation.every or (rollouts is not None and not has_held_out):
+            return None
+        held_out: Any = held_out_sequences(data, pack)
+        if rollouts is not None:
+            return partial(rollouts.evaluate, held_out)
+        return Evaluator(config, self.trained, self._start, self._control, held_out, stop_signal).run
 
     def _need_engines(self) -> Engines:
         if self._engines is None:
@@ -211,31 +214,29 @@ class Run:
         except OSError as error:
             terminal.say(f"WARNING: the {name} could not be written: {error}")
 
-    def _load(self) -> tuple[Path | None, int, int, Mapping[str, Any] | None]:
-        """Load the weights. Returns the checkpoint (None: a new run), its step, its position and its answers."""
-        config, control, trained = self._config, self._control, self._trained
-        step, position, description = 0, 0, dict[str, Any]()
+    def _load(self) -> Begin:
+        """Load the weights of the newest checkpoint, or of the start."""
+        config, control, trained = self._config, self._control, self.trained
         with control.failing_together(OtherRunError):
             checkpoint = find_checkpoint(self._folder, resume=config.checkpoint.resume)
         checkpoint = control.gather(checkpoint)[0]
         if checkpoint is None:
             trained.engine.load_full(self._start.read, self._start.read_blocks)
-        else:
-            with control.failing_together(OtherRunError, CheckpointError):
-                description = check_checkpoint(checkpoint, self._identity, config)
-                check_files(checkpoint, description, rank=control.rank, world_size=control.world_size)
-            with control.failing_together(OtherRunError, CheckpointError):
-                restore(checkpoint, description, trained.state)
-            trained.engine.load_frozen(self._start.read, self._start.read_blocks)
-            trained.engine.weights_changed()
-            step, position = description["step"], description["position"]
+            self._frozen_sum = check_replicas(trained.state, trained.engine, control)
+            return Begin()
+        with control.failing_together(OtherRunError, CheckpointError):
+            description = check_checkpoint(checkpoint, self._identity, config)
+            check_files(checkpoint, description, rank=control.rank, world_size=control.world_size)
+        with control.failing_together(OtherRunError, CheckpointError):
+            restore(checkpoint, description, trained.state)
+        trained.engine.load_frozen(self._start.read, self._start.read_blocks)
+        trained.engine.weights_changed()
         self._frozen_sum = check_replicas(trained.state, trained.engine, control)
-        if checkpoint is not None:
-            check_frozen(checkpoint, description, self._frozen_sum)
-        return checkpoint, step, position, description.get("answers")
+        check_frozen(checkpoint, description, self._frozen_sum)
+        return Begin(checkpoint, description["step"], description["position"], description.get("answers"))
 
     def _describe_start(self, checkpoint: Path | None) -> str:
-        config, world_size, engine = self._config, self._control.world_size, self._trained.engine
+        config, world_size, engine = self._config, self._control.world_size, self.trained.engine
         ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
         start = "random weights" if config.model.shape is not None else self._start.name
         begins = f"resuming from {checkpoint}" if checkpoint else f"training from {start}"
@@ -246,7 +247,7 @@ class Run:
     def _export(self, terminal: Terminal) -> None:
         config = self._config
         out = find_export_folder(config, self._folder)
-        trained, start, lora = self._trained.engine.full_tensors, self._start, config.model.lora
+        trained, start, lora = self.trained.engine.full_tensors, self._start, config.model.lora
         how: Any = {"dtype": getattr(torch, config.export.dtype), "writes": self._control.rank == 0}
         if lora is None:
             tensors = chain(trained(), self._frozen_tensors())
@@ -274,7 +275,7 @@ class Run:
     def _frozen_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The frozen weights as the starting model has them, on the rank that writes them."""
         if self._control.rank == 0:
-            for flat_param in self._trained.engine.plan.flat_params:
+            for flat_param in self.trained.engine.plan.flat_params:
                 for param in () if flat_param.trainable else flat_param.params:
                     yield param.name, self._start.read(param.name)
 
@@ -282,7 +283,7 @@ class Run:
 def _open_starting_model(config: TrainConfig, data: RunData, run: Path, ranks: Ranks) -> StartingModel:
     """Rank 0 opens the model first: it may download a model or train a tokenizer, which the other ranks then read."""
     how: Any = {"seed": config.seed, "keep_in": run / _TOKENIZER, "texts": partial(data.training, 0, in_order=True)}
-    how |= {"files": describe_files(data.documents.files), "resumes": find_checkpoint(run, resume=True) is not None}
+    how |= {"files": fingerprint_of(data.documents.files), "resumes": find_checkpoint(run, resume=True) is not None}
     own = None
     with ranks.control.failing_together(ValueError):
         if ranks.control.rank == 0:

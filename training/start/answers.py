@@ -1,14 +1,18 @@
 """GRPO and PPO: the losses of answers that the model samples.
 
-With GRPO answers learn from the rewards of their group; RLOO's advantages are an option. A token's loss is -min(r A, clip(r) A) w + beta KL. r: its probability now over that of the first step with these answers. w: that
-probability over the one it was sampled with, at most ``most_weight``. KL: k3 to the model without its adapter.
-The mean is over the tokens of the groups that teach something: those whose rewards differ.
+With GRPO answers learn from the rewards of their group; RLOO's advantages are an option. A token's loss is
+-min(r A, clip(r) A) w + beta KL, averaged over the tokens of the groups that teach something: those whose rewards differ.
+
+    r    its probability now over that of the first step with these answers
+    w    that probability over the one it was sampled with, at most ``most_weight``
+    KL   k3 to the model without its adapter
 
 Source: GRPO, arXiv 2402.03300; the mean over tokens, DAPO, arXiv 2503.14476; RLOO, arXiv 2402.14740.
 
-With PPO a critic says what reward to expect at each token, and tokens learn how much better they did than that. A token's reward is -beta (its log-probability above the reference's); an answer's own reward is added to its last token. Advantages
+With PPO a critic says what reward to expect at each token, and tokens learn how much better they did than that. A token's
+reward is -beta (its log-probability above the reference's); an answer's own reward is added to its last token. Advantages
 are GAE's, then made to have mean 0 and deviation 1 over all answers. A token's loss is -min(r A, clip(r) A) w + value_weight / 2
-max((v - R)^2, (clip(v) - R)^2). r, w: as above; v: the critic's value; R: its first value + A, before A is normed.
+max((v - R)^2, (clip(v) - R)^2), where v is the critic's value, and R its first value + A, before A is normed.
 
 Actor, critic and reference are one model, two adapters and none: their rows go through the frozen weights together.
 
@@ -58,9 +62,10 @@ def advantages_of(rewards_PG: Tensor, kind: str) -> Tensor:
 
 @dataclass(slots=True)
 class Answers:
-    """The answers of a micro-batch, one a row. ``old_BS``: the log-probabilities of their first step, set by ``Grpo.loss``.
+    """The answers of a micro-batch, one a row.
 
-    ``scores_B``: what an answer is learned by: GRPO's advantage, PPO's reward. The last three are set by ``Ppo.prepare``.
+    ``scores_B``: what an answer is learned by: GRPO's advantage, PPO's reward. ``old_BS``: log-probabilities of the targets in
+    the first step with these answers, set by ``Grpo.loss``, or with the three after it by ``Ppo.prepare``.
     """
 
     inputs_BS: Tensor
@@ -151,8 +156,8 @@ class OfAnswers(MeanOfTargets):
 
 @dataclass(frozen=True, slots=True)
 class Grpo(OfAnswers):
-    """``kl``: to the reference. ``clipped``: share of tokens that learn nothing more. ``truncated``: of those whose weight is cut.
-    ``mismatch``: mean difference from 1 of trainer's over sampler's probabilities; ``mismatch_kl``: the k3 of both.
+    """GRPO's loss. Its figures: ``kl``, to the reference; the shares of tokens that are ``clipped``, which learn nothing more, and
+    ``truncated``, whose weight is cut; ``mismatch``, mean difference from 1 of trainer's over sampler's probabilities, and their k3.
     """
 
     config: GrpoConfig
@@ -224,8 +229,8 @@ def advantages_of_tokens(rewards_BS: Tensor, values_BS: Tensor, counted_BS: Tens
 
 @dataclass(frozen=True, slots=True)
 class Ppo(OfAnswers):
-    """``clipped``, ``truncated``, ``mismatch``, ``mismatch_kl``: as ``Grpo``'s. ``value_loss``: the critic's, without its weight;
-    ``clipped_values``: share of tokens whose value learns nothing more.
+    """PPO's loss. Its figures: four as ``Grpo``'s; ``value_loss``, the critic's, without its weight; ``clipped_values``, the share of
+    tokens whose value learns nothing more.
     """
 
     config: PpoConfig

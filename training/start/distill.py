@@ -15,9 +15,7 @@ from torch import Tensor
 from tightwire.recorded_answers import read_recorded
 from tightwire.training.data.chats import IGNORED
 from tightwire.training.data.sequences import Batch
-from tightwire.training.start.loss import MeanOfTargets
-
-_PIECES = 16  # the rows are processed in this many chunks
+from tightwire.training.start.loss import PIECES, MeanOfTargets, to_logprobs
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,7 @@ def forward_kl(logits_NV: Tensor, ids_NK: Tensor, probs_NK: Tensor) -> tuple[Ten
 class _ForwardKl(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, ids_NK: Tensor, probs_NK: Tensor) -> tuple[Tensor, Tensor]:
-        for rows_CV in logits_NV.detach().chunk(_PIECES):
-            rows_CV.copy_(torch.log_softmax(rows_CV, dim=1))
+        to_logprobs(logits_NV)
         num_rows = (probs_NK.sum(1) > 0).sum().clamp(min=1)
         losses_NK = torch.special.xlogy(probs_NK, probs_NK) - probs_NK * logits_NV.gather(1, ids_NK)
         best_N = logits_NV.argmax(1)
@@ -77,7 +74,7 @@ class _ForwardKl(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         log_NV, ids_NK, probs_NK, num_rows = ctx.saved_tensors
         grad_NV = log_NV.detach()
-        rows = (each.chunk(_PIECES) for each in (grad_NV, ids_NK, probs_NK))
+        rows = (each.chunk(PIECES) for each in (grad_NV, ids_NK, probs_NK))
         for rows_CV, ids_CK, probs_CK in zip(*rows, strict=True):
             rows_CV.exp_().mul_(probs_CK.sum(1, keepdim=True)).scatter_add_(1, ids_CK, -probs_CK).mul_(grad / num_rows)
         return grad_NV, None, None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tightwire import __version__
 from tightwire.model.adapters.peft import CONFIG_FILE as ADAPTER_CONFIG
-from tightwire.model.adapters.peft import WEIGHTS_FILE
+from tightwire.model.adapters.peft import PREFIX, WEIGHTS_FILE
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.hf_config import config_to_hf
 from tightwire.model.text.tokenizer import Tokenizer
@@ -28,7 +28,6 @@ _FILE_BYTES = 4_000_000_000
 CONFIG, _INDEX = "config.json", "model.safetensors.index.json"
 CRITIC = "critic"  # PPO's second adapter, in the run's folder
 _MARK = "tightwire-export.json"  # in every export, and in no folder that something else made
-PREFIX = "base_model.model."  # of PEFT's tensor names
 SCORE_NAME = "score.weight"  # of a reward model's head, as transformers' models for sequence classification name it
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_IGNORED = -100  # torch's ignore_index
+from tightwire.training.data.chats import IGNORED
+
 _MEAN = 1  # torch's code for reduction="mean"
-_PIECES = 16  # the rows are processed in this many chunks
+PIECES = 16  # the rows are processed in this many chunks
 
 _aten = torch.ops.aten
 
@@ -26,11 +27,17 @@ def next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, shift_label
     return _NextTokenLoss.apply(logits.float().view(-1, vocab_size), shift_labels.flatten())  # pyright: ignore[reportReturnType]
 
 
+def to_logprobs(logits_NV: Tensor) -> None:
+    """Replace float32 logits by their log-probabilities, a few rows at a time, unseen by autograd."""
+    for rows_CV in logits_NV.detach().chunk(PIECES):
+        rows_CV.copy_(torch.log_softmax(rows_CV, dim=1))
+
+
 class MeanOfTargets(ABC):
     """An objective whose loss is the mean over the targets of a batch."""
 
     def weight(self, batch: Any) -> int:
-        return int((batch.targets_BS != _IGNORED).sum())
+        return int((batch.targets_BS != IGNORED).sum())
 
     def total(self, model: Any, batch: Any) -> list[float]:
         loss, sums = self.loss(model, batch)
@@ -44,9 +51,8 @@ class MeanOfTargets(ABC):
 class _NextTokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        for rows_CV in logits_NV.detach().chunk(_PIECES):
-            rows_CV.copy_(torch.log_softmax(rows_CV, dim=1))
-        loss, num_targets = _aten.nll_loss_forward(logits_NV, targets_N, None, _MEAN, _IGNORED)
+        to_logprobs(logits_NV)
+        loss, num_targets = _aten.nll_loss_forward(logits_NV, targets_N, None, _MEAN, IGNORED)
         ctx.save_for_backward(logits_NV, targets_N, num_targets)
         return loss
 
@@ -54,7 +60,7 @@ class _NextTokenLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         log_NV, targets_N, num_targets = ctx.saved_tensors
         grad_NV = log_NV.detach()
-        for rows_CV, targets_C in zip(grad_NV.chunk(_PIECES), targets_N.chunk(_PIECES), strict=True):
-            of_rows = _aten.nll_loss_backward(grad, rows_CV, targets_C, None, _MEAN, _IGNORED, num_targets)
+        for rows_CV, targets_C in zip(grad_NV.chunk(PIECES), targets_N.chunk(PIECES), strict=True):
+            of_rows = _aten.nll_loss_backward(grad, rows_CV, targets_C, None, _MEAN, IGNORED, num_targets)
             rows_CV.copy_(_aten._log_softmax_backward_data(of_rows, rows_CV, 1, torch.float32))
         return grad_NV, None

@@ -69,13 +69,10 @@ class StartingModel:
     @property
     def end_token_id(self) -> int:
         """The token after each document: the tokenizer's end-of-text token, or else its beginning-of-text token."""
-        ids = [*self.tokenizer.eos_token_ids, self.tokenizer.bos_token_id]
-        known = [token for token in ids if token is not None]
-        if not known:
-            raise ValueError(
-                f"{self.name}: its tokenizer has no end-of-text or beginning-of-text token; use another tokenizer"
-            )
-        return known[0]
+        for token in (*self.tokenizer.eos_token_ids, self.tokenizer.bos_token_id):
+            if token is not None:
+                return token
+        raise ValueError(f"{self.name}: its tokenizer has no end-of-text or beginning-of-text token; use another")
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor in float32 by its Hugging Face name; an adapter's matrices have their initial values."""

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tightwire.model.adapters.peft import CONFIG_FILE, WEIGHTS_FILE
+from tightwire.model.adapters.peft import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.header import read_json
 from tightwire.model.open import open_checkpoint
@@ -18,7 +18,7 @@ from tightwire.training.config.learning import LoraConfig
 from tightwire.training.data.chats import ChatEncoder, Messages, make_row, up_to_answer
 from tightwire.training.data.documents import DataError
 from tightwire.training.data.sequences import stack
-from tightwire.training.start.export import PREFIX, SCORE_NAME
+from tightwire.training.start.export import SCORE_NAME
 from tightwire.training.start.model import HEAD_NAME, StartingModel, build_model
 from tightwire.training.start.objective import rewards_of
 
@@ -34,7 +34,7 @@ class RewardModel:
 
     @classmethod
     def open(cls, folder: Path, device: torch.device) -> Self:
-        """Raises ModelError: the folder, or the base model that it names, cannot be read, or it is no reward model."""
+        """The model of an exported folder. Raises ModelError: it is none, or it or its base model cannot be read."""
         settings = read_json(folder / CONFIG_FILE)
         if settings.get("modules_to_save") != ["score"]:
             raise ModelError(f"{folder} is no reward model; train one with model.head=reward")

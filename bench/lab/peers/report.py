@@ -75,9 +75,7 @@ def _by_round(peer: dict[str, Any], concurrency: int, metric: Metric) -> dict[in
 def doubts(result: Mapping[str, Any]) -> list[str]:
     """The measurements that are missing, and why."""
     done, asked = result["rounds"], result["rounds_asked"]
-    found = [
-        f"{peer['name']} was left out: {peer['fault'].splitlines()[0]}" for peer in result["peers"] if peer["fault"]
-    ]
+    found = [f"{own['name']} was left out: {own['fault'].splitlines()[0]}" for own in result["peers"] if own["fault"]]
     if result["error"] or done < asked:
         found.insert(0, f"{result['error'] or 'the time limit was reached'}: {done} of {asked} rounds")
     return found

@@ -11,23 +11,38 @@ from typing import Any, ClassVar
 
 from tightwire.bench.hosts import EmulatedHosts
 from tightwire.bench.lab.peers.process import Load, bench_serve
-from tightwire.bench.options import OutputOptions
+from tightwire.bench.options import OutputOptions, known_model
 from tightwire.bench.report.table import Column, Table
 from tightwire.bench.run import Bench
 from tightwire.bench.server_process import ServerFailedError, ServerProcess
+from tightwire.comm.all_reduce.names import split_name
 from tightwire.option import option
 from tightwire.server.plan.layout_times import CROWD, CROWD_PROMPT, CROWD_TOKENS, PROMPTS
+
+_LAYOUTS = ("tensor", "hybrid", "pipeline")
+
+
+def _known_row(text: str) -> str:
+    layout, _, all_reduce = text.partition(", ")
+    if layout not in _LAYOUTS:
+        raise ValueError(f"must begin with one of {', '.join(_LAYOUTS)}, as in 'tensor, auto', got {text!r}")
+    split_name(all_reduce or "auto")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions(OutputOptions):
     description: ClassVar[str] = "Serve on emulated hosts and compare with `tightwire explain --hosts N --network`."
-    model: str = option("smollm2-135m", "the model", flag="model")
+    model: str = option("smollm2-135m", "the model", flag="model", parse=known_model)
     hosts: int = option(2, "hosts, each with its share of the cores", least=2)
     link: str = option("200mbit", "rate between the hosts", metavar="LINK")
     prompt_lens: tuple[int, ...] = option((128, 512), "prompts to measure, some of 128, 512 and 4096", metavar="N,N")
-    row: str = option("tensor, auto", "the row of the table that --serve makes", metavar="ROW")
+    row: str = option("tensor, auto", "the row of the table that --serve makes", metavar="ROW", parse=_known_row)
     serve: tuple[str, ...] = option((), "a flag of `serve`, as --serve=--overlap=off", metavar="FLAG", repeated=True)
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.prompt_lens) - set(PROMPTS):
+            raise ValueError(f"--prompt-lens takes {', '.join(map(str, PROMPTS))}, got {min(unknown)}")
 
 
 class PlanBench(Bench[PlanOptions]):
@@ -38,8 +53,6 @@ class PlanBench(Bench[PlanOptions]):
     failures = ((ServerFailedError, 1), (ValueError, 2), (subprocess.CalledProcessError, 1))
 
     def measure(self) -> None:
-        if unknown := set(self.options.prompt_lens) - set(PROMPTS):
-            raise ValueError(f"--prompt-lens takes {', '.join(map(str, PROMPTS))}, got {min(unknown)}")
         model, num, layout = self.options.model, self.options.hosts, self.options.row.split(",")[0]
         with EmulatedHosts(self.options.link, num) as hosts, hosts.visiting(), tempfile.TemporaryDirectory() as folder:
             argv = [model, "--layout", layout, "--tp", str(num), "--prefix-cache", "none", *self.options.serve]

@@ -78,9 +78,7 @@ class StructuredBench(Bench[StructuredOptions]):
         self.keep()
         self.print_table(Table(title="Answers with and without a schema", columns=self.columns, rows=self.measured))
         if wrong:
-            raise BenchFailedError(
-                f"{len(wrong)} answers are not valid; the first, {wrong[0].index}: {wrong[0].problem}"
-            )
+            raise BenchFailedError(f"{len(wrong)} answers are invalid; the first, {wrong[0].index}: {wrong[0].problem}")
 
     async def _measure(self, remote: Remote, schemas: Sequence[Schema]) -> list[Answer]:
         options = self.options

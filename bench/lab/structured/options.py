@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tightwire.bench.options import OutputOptions
+from tightwire.bench.options import OutputOptions, known_model
 from tightwire.option import option
+from tightwire.remote import parse_key, parse_url
 
 NUM_SCHEMAS = 200
 
@@ -15,9 +16,9 @@ class StructuredOptions(OutputOptions):
         "Ask a running Tightwire server for JSON of many schemas: are all answers valid, what do masks cost, and how fast is the "
         "server with and without them."
     )
-    url: str = option("http://127.0.0.1:8000", "address of the server", metavar="URL")
-    model: str = option("smollm2-135m", "the model that it serves, as `tightwire serve` takes it", metavar="MODEL")
-    api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY")
+    url: str = option("http://127.0.0.1:8000", "address of the server", metavar="URL", parse=parse_url)
+    model: str = option("smollm2-135m", "the model that it serves", metavar="MODEL", parse=known_model)
+    api_key: str | None = option(None, "sent as a Bearer token", metavar="KEY", parse=parse_key)
     schemas: int = option(NUM_SCHEMAS, f"the first of {NUM_SCHEMAS} schemas", least=1)
     rounds: int = option(4, "parts of the schemas; each is asked with the schemas, then without", least=1)
     concurrency: int = option(1, "requests in flight", least=1)

@@ -37,9 +37,7 @@ def _weights_errors() -> Iterator[None]:
     except DamagedFileError as error:
         raise WeightsError(f"{error}; {MAKE_AGAIN}") from None
     except UnreadableFileError as error:
-        raise WeightsError(
-            f"{error}; check the folder with `tightwire prepare --check`, and the kernel's log"
-        ) from None
+        raise WeightsError(f"{error}; check the folder with `tightwire prepare --check` and the kernel's log") from None
 
 
 class DiskStore(LayerFiles):

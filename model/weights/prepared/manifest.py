@@ -89,9 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"{path}: is damaged or not the manifest of a prepared folder: {error}; {MAKE_AGAIN}"
-        ) from None
+        raise ModelError(f"{path}: is damaged, or no manifest of a prepared folder: {error}; {MAKE_AGAIN}") from None
     if envelope.schema != SCHEMA:
         raise ModelError(
             f"{path}: has schema {envelope.schema!r}, and this version of Tightwire reads {SCHEMA!r}; make the folder again "
@@ -103,6 +101,4 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return msgspec.json.decode(body, type=Manifest)
     except msgspec.DecodeError as error:
-        raise ModelError(
-            f"{path}: does not have the fields that this version of Tightwire reads: {error}; {MAKE_AGAIN}"
-        ) from None
+        raise ModelError(f"{path}: lacks fields that this version of Tightwire reads: {error}; {MAKE_AGAIN}") from None

@@ -11,12 +11,13 @@ from tightwire.server.api.chat import ChatDialect, chat_token_ids
 from tightwire.server.api.completions import CompletionDialect
 from tightwire.server.api.errors import ApiError, invalid, json_response
 from tightwire.server.api.prompts import check_ids, check_options, make_sequences, run_off_loop
-from tightwire.server.api.response_bodies import ModelCard, ModelList
 from tightwire.server.api.serving import ServedModel, Serving
 from tightwire.server.api.trace import RequestTrace
+from tightwire.server.dialects.adapted import AdaptedBody, AdaptedDialect
 from tightwire.server.dialects.messages_answer import MessagesDialect, TokenCount
-from tightwire.server.dialects.messages_request import CountTokensBody, MessagesBody
-from tightwire.server.dialects.responses_answer import ResponsesDialect
+from tightwire.server.dialects.messages_request import CountTokensBody
+from tightwire.server.dialects.responses_answer import InputTokens, ResponsesDialect
+from tightwire.server.dialects.responses_request import ResponsesBody
 from tightwire.server.http.check_body import read_body
 from tightwire.server.ipc.engine_client import Phase
 
@@ -33,6 +34,15 @@ def api_router(serving: Serving) -> APIRouter:
         model.info.adapter(body.model)
         return model, body
 
+    async def num_prompt_tokens(request: Request, kind: type[AdaptedDialect], body_kind: type[AdaptedBody]) -> int:
+        model, body = await read(request, body_kind)
+        dialect = await run_off_loop(lambda: kind(body, model), request.state.num_bytes)
+        try:
+            [prompt] = await dialect.prompts()
+        except ApiError as error:
+            raise dialect.in_own_words(error) from None
+        return len(prompt.token_ids)
+
     @router.post("/v1/chat/completions", summary="Answer a conversation")
     async def chat(request: Request) -> Response:
         return await answer(request, serving, ChatDialect)
@@ -45,9 +55,13 @@ def api_router(serving: Serving) -> APIRouter:
     async def responses(request: Request) -> Response:
         return await answer(request, serving, ResponsesDialect)
 
+    @router.post("/v1/responses/input_tokens", summary="Count the prompt tokens of a response")
+    async def input_tokens(request: Request) -> Response:
+        return json_response(InputTokens(await num_prompt_tokens(request, ResponsesDialect, ResponsesBody)))
+
     @router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
     async def stored_responses(rest: str) -> Response:
-        message = "this server stores no responses; it has only POST /v1/responses, with the whole conversation"
+        message = "this server stores no responses; send the whole conversation to POST /v1/responses"
         raise ApiError(404, message, code="not_stored")
 
     @router.post("/v1/messages", summary="Answer a conversation, in the form of Anthropic's API")
@@ -56,28 +70,18 @@ def api_router(serving: Serving) -> APIRouter:
 
     @router.post("/v1/messages/count_tokens", summary="Count the prompt tokens of a message")
     async def count_tokens(request: Request) -> Response:
-        model, asked = await read(request, CountTokensBody)
-        fields = {name: getattr(asked, name) for name in CountTokensBody.model_fields}
-        body = MessagesBody.model_construct(**fields, max_tokens=1)
-        dialect = await run_off_loop(lambda: MessagesDialect(body, model), request.state.num_bytes)
-        try:
-            [prompt] = await dialect.prompts()
-        except ApiError as error:
-            raise dialect.in_own_words(error) from None
-        return json_response(TokenCount(len(prompt.token_ids)))
+        return json_response(TokenCount(await num_prompt_tokens(request, MessagesDialect, CountTokensBody)))
 
     @router.get("/v1/models", summary="List the served model and its LoRA adapters")
     async def list_models() -> Response:
         info = serving.require_model(Phase.DRAINING).info
-        adapters = [ModelCard.of_adapter(info, adapter) for adapter in info.adapters.by_name.values()]
-        return json_response(ModelList(data=[*(ModelCard.of_model(info, name) for name in info.names), *adapters]))
+        cards = [response_bodies.ModelCard.of(info, name) for name in (*info.names, *info.adapters.by_name)]
+        return json_response(response_bodies.ModelList(cards, cards[0].id, cards[-1].id))
 
     # Names may contain slashes, as repository names do.
     @router.get("/v1/models/{model_id:path}", summary="Look a model up")
     async def get_model(model_id: str) -> Response:
-        info = serving.require_model(Phase.DRAINING).info
-        adapter = info.adapter(model_id)
-        return json_response(ModelCard.of_adapter(info, adapter) if adapter else ModelCard.of_model(info, model_id))
+        return json_response(response_bodies.ModelCard.of(serving.require_model(Phase.DRAINING).info, model_id))
 
     @router.post("/v1/embeddings", include_in_schema=False)
     async def embeddings() -> Response:
@@ -116,7 +120,7 @@ def api_router(serving: Serving) -> APIRouter:
             raise invalid(f"{body.lora_name!r} is the base model's name", "lora_name")
         options = serving.adapters
         await info.adapters.load(serving.engine, options, body.lora_name, body.lora_path, replace=body.load_inplace)
-        return json_response(ModelCard.of_adapter(info, info.adapters.by_name[body.lora_name]))
+        return json_response(response_bodies.ModelCard.of(info, body.lora_name))
 
     @router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter; requests that run finish with it")
     async def unload(request: Request) -> Response:

@@ -184,6 +184,10 @@ def test_an_interrupted_run_keeps_its_measurements(
         (["--algorithms", "flash-int9"], "unknown all-reduce 'flash-int9'"),
         (["--algorithms", "hierarchical:int8"], "ranks are on one"),
         (["--algorithms", "weights:int3"], "use weights:int8 or weights:int4"),
+        (["--algorithms", "ring,foo"], "argument --algorithms: unknown all-reduce 'foo'; choose one of auto, native"),
+        (["--search", "foo"], "argument --search: unknown all-reduce 'foo'; choose one of auto, native"),
+        (["--search", "kl=x"], "argument --search: 'kl=x' is not a budget; write kl=0.01"),
+        (["nosuchmodel"], "argument model: no such model: 'nosuchmodel' is neither a file nor a folder"),
         (["--search", "weights:int8"], "a mix consists of AllReduces"),
         (["--search", "activations:int8"], "a mix consists of AllReduces"),
         (["--algorithms", "flash-int8,flash-int8"], "takes different values"),
@@ -196,7 +200,7 @@ def test_an_interrupted_run_keeps_its_measurements(
         (["--tokens", "0"], "--tokens: must be at least 1"),
         (["--algorithms", "flash-int4@up_proj"], "write flash-int4@o_proj or flash-int4@down_proj"),
         (["--decode", "100", "--items", "3"], "leave --search, --items and --write-policy out"),
-        (["--decode", "505"], "must leave 8 of the --window 512 tokens, got 505"),
+        (["--decode", "505"], "must leave 8 of --window 512 tokens, got 505"),
     ],
 )
 def test_wrong_options_are_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def test_every_cell_is_measured_and_kept(model: str, capsys: pytest.CaptureFixtu
             ("random:llama-3.2-1b", "--sources", "host,files"),
             "random weights are not in a file; remove files from --sources",
         ),
-        (("--stream-layers", "6"), "--stream-layers must be 3 to 5, the model's layers, got 6"),
+        (("--stream-layers", "6"), "--stream-layers must be 3 to 5 layers, got 6"),
         (("--tp", "65"), "--tp: must be 1 to 64, got 65"),
         (("--context", "1025"), "--context 1025 exceeds the model's 1024 positions"),
         (("no-such-model",), "no such model: 'no-such-model'"),

@@ -8,7 +8,9 @@ def parse_options(argv: list[str]) -> StreamOptions:
 
 
 def test_arms_have_the_codecs_of_their_source(capsys: pytest.CaptureFixture[str]) -> None:
-    options = parse_options(["m", "--codecs", "none,int4", "--rates", "none,100MB"] + ["--sources", "host,files"])
+    options = parse_options(
+        ["random:llama-3.2-1b", "--codecs", "none,int4", "--rates", "none,100MB"] + ["--sources", "host,files"]
+    )
 
     assert [arm.name for arm in options.arms] == [
         *("host none", "host int4", "host none 100MB/s", "host int4 100MB/s"),

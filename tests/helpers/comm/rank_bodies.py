@@ -9,12 +9,23 @@ from tightwire.server.plan.rank_setup import RankIdentity, RankWork
 from tightwire.server.ranks import worker
 from tightwire.server.ranks.reporter import Reporter
 
+imported_by = 0  # the id of the process that forks the ranks
+
 
 def tell(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
     """Say what it was told and where it runs, then end."""
     threads, has_torch = os.environ["OMP_NUM_THREADS"], "torch" in sys.modules
     log_level, has_store = os.environ["TORCH_CPP_LOG_LEVEL"], str(identity.store_fd is not None)
     for text in (work.location, threads, log_level, has_store, "torch" if has_torch else "no torch yet"):
+        with reporter.stage(text):
+            pass
+
+
+def descend(identity: RankIdentity, work: RankWork, reporter: Reporter) -> None:
+    """Say which process imported the body, whose child this one is, and how many pipes it has beside its output."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd") if int(fd) not in (1, 2)]
+    num_pipes = sum(os.path.exists(link) and os.readlink(link).startswith("pipe:") for link in links)
+    for text in (str(imported_by), str(os.getppid()), str(num_pipes)):
         with reporter.stage(text):
             pass
 
@@ -38,5 +49,11 @@ def lose_peer(identity: RankIdentity, work: RankWork, reporter: Reporter) -> Non
     raise PeerLostError("rank 1 is gone", [1])
 
 
+def import_body() -> worker.Body:
+    global imported_by
+    imported_by = os.getpid()
+    return globals()[sys.argv[1]]
+
+
 if __name__ == "__main__":
-    sys.exit(worker.main(lambda: globals()[sys.argv[1]]))
+    sys.exit(worker.main(import_body))

@@ -153,10 +153,10 @@ def run_training(
     plans = []
 
     def run_rank(groups: TrainGroups) -> Run:
-        own, trace = models[groups.rank], Trace()
+        own, trace = models[groups.main.rank], Trace()
         with open_engine(own, groups, options, trace=trace, per_bucket=per_bucket) as engine:
             plans.append(engine.plan)
-            run = train(engine, own, batches, groups.rank, **how)
+            run = train(engine, own, batches, groups.main.rank, **how)
             check_trace(list(trace.events))
             return run
 

@@ -75,7 +75,7 @@ def train(
             try:
                 return run.train(stop_signal)
             finally:
-                run.close()
+                run.trained.engine.close()
 
     return run_threads([partial(one, rank) for rank in range(world_size)])
 

@@ -215,7 +215,7 @@ def test_missing_and_foreign_parts_are_named(parts: list[Path], tmp_path: Path) 
     data = parts[1].read_bytes()
     parts[1].unlink()
     for model in (parts[0], parts[2], tmp_path):
-        with pytest.raises(ModelError, match=r"1 of its 3 parts are missing in .*: m-00002-of-00003\.gguf"):
+        with pytest.raises(ModelError, match=r"1 of its 3 parts are missing: m-00002-of-00003\.gguf"):
             open_checkpoint(str(model))
     key, u16 = b"split.count", struct.pack("<I", 2)
     assert data.count(key + u16 + b"\x03\x00") == 1

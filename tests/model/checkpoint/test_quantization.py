@@ -22,6 +22,10 @@ def test_no_quantization() -> None:
         ({**GPTQ, "group_size": -1}, "gptq: 4 bits, rows"),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64}, "awq: 4 bits, groups of 64"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "FP8, blocks of 128 x 128"),
+        (
+            {**GPTQ, "dynamic": {r"-:.*\.down_proj": {}}, "lm_head": True, "is_marlin_format": False, "adapter": None},
+            "gptq: 4 bits, groups of 128",
+        ),
     ],
 )
 def test_names_say_how_weights_are_stored(stated: dict[str, Any], name: str) -> None:
@@ -54,7 +58,16 @@ def test_transforms_that_are_in_the_weights_already_change_nothing(stated: dict[
         ({"bits": 4}, "quantized by 'unknown'"),
         ({**GPTQ, "bits": 3}, "gptq with 3 bits is not supported"),
         ({**GPTQ, "group_size": 16}, "gptq with groups of 16 numbers is not supported"),
-        ({"quant_method": "awq", "version": "gemv"}, "awq version 'gemv' is not supported"),
+        ({"quant_method": "awq", "version": "GEMV"}, "awq with version 'GEMV' is not supported; supported: gemm"),
+        ({"quant_method": "awq", "zero_point": False}, "awq with zero_point False is not supported; supported: true"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "gptq with checkpoint_format 'marlin' .* supported: gptq or gptq_v2"),
+        ({**GPTQ, "format": "bitblas"}, "gptq with format 'bitblas' is not supported; supported: gptq or gptq_v2"),
+        ({**GPTQ, "is_marlin_format": True}, "gptq with is_marlin_format True is not supported; supported: false"),
+        ({**GPTQ, "pack_dtype": "int16"}, "gptq with pack_dtype 'int16' is not supported; supported: int32"),
+        ({**GPTQ, "adapter": {"name": "lora"}}, "gptq with adapter {'name': 'lora'} is not supported; supported: none"),
+        ({**GPTQ, "dynamic": {"-:lm_head": {}, r"+:.*\.3\..*": {"bits": 8}}}, r"gptq with dynamic '\+:\.\*"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 with fmt 'e5m2' is not supported; supported: e4m3"),
+        ({**_rotated(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config with format 'sparse-24"),
         ({"quant_method": "fp8", "weight_block_size": 128}, "needs two sizes, got 128"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "with 0 kinds of weights"),
         (_rotated("input", "weight_input"), "transform_config at input is not supported"),

@@ -146,6 +146,12 @@ _GROUPS = {"group_0": {"weights": {"num_bits": 4, "type": "int", "symmetric": Tr
         ("gptq", {}, {"checkpoint_format": "gptq_v2"}, "its zeros are not those of"),
         ("w8a8-int", {"weight_scale": torch.full((128, 1), torch.nan)}, {}, "infinite or no numbers"),
         ("awq", {"scales": torch.full((3, 128), torch.inf)}, {}, "infinite or no numbers"),
+        (
+            "w8a8-int",
+            {"weight": torch.ones(128, 192).half()},
+            {},
+            "a scale, and numbers in torch.float16; supported: int8",
+        ),
     ],
 )
 def test_parts_that_do_not_belong_together_are_named(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tiny import banned_ids
 from torch import Tensor
 
+from tightwire.model.sampling.draw import ALL_BANNED, NOT_FINITE
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.model.sampling.sampler import Sampler, Wanted
 
@@ -103,7 +104,19 @@ def test_bans_are_those_of_vllm(
     free = [i for i in range(6) if (allowed is None or i in allowed) and i not in banned_by_vllm(words, output)]
     company = row()  # its neighbour is not affected
     got = RankedSampler(6).sample(logits.repeat(2, 1), [held, company])
-    assert got.token_ids == [free[0] if free else -1, 0]
+    assert got.token_ids == [free[0] if free else ALL_BANNED, 0]
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("kw", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5}, {"top_k": 3}], ids=str)
+def test_rows_whose_logits_are_not_finite_differ_from_rows_with_all_tokens_banned(
+    kw: dict[str, Any], by_row: bool
+) -> None:
+    logits = logits_of(7, 3, 300)
+    logits[0, 17], logits[1, 17] = float("nan"), float("inf")
+    masked = row(bad_words=banned_ids((5,)), **kw)
+    sampled = RankedSampler(300, by_row=by_row).sample(logits, [masked, masked, row(allowed_token_ids=(), **kw)])
+    assert sampled.token_ids == [NOT_FINITE, NOT_FINITE, ALL_BANNED]
 
 
 def test_logits_are_not_modified(device: str) -> None:

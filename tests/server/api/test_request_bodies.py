@@ -1,5 +1,6 @@
 """Invalid input: a 4xx that names the field and says what to do."""
 
+import json
 from typing import Any
 
 import httpx
@@ -21,7 +22,8 @@ BAD_SAMPLING: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 300}, "max_tokens", "exceed the model's 256; shorten the prompt or ask for at most 2"),
     ({"max_tokens": 10**50}, "max_tokens", "a huge integer"),
     ({"max_tokens": "5"}, "max_tokens", "got '5'"),
-    ({"max_tokens": 5.0}, "max_tokens", "valid integer"),
+    ({"max_tokens": 4.5}, "max_tokens", "valid integer, got 4.5"),
+    ({"max_tokens": 1e300}, "max_tokens", "less than"),
     ({"max_tokens": True}, "max_tokens", "got True"),
     ({"n": 0}, "n", "got 0"),
     ({"n": 129}, "n", "less than or equal to 128"),
@@ -196,6 +198,25 @@ async def test_content_type_must_be_json(client: httpx.AsyncClient, content_type
     assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
+async def test_whole_numbers_may_be_written_as_floats(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    fields = b'"max_tokens": 4.0, "n": 2e0, "seed": 7.0, "top_k": 40.0, "stop_token_ids": [2.0]'
+    for path, text in (("/v1/completions", b'"prompt": "a"'), ("/v1/chat/completions", b'"messages": [%b]')):
+        content = b"{" + text.replace(b"%b", json.dumps(USER).encode()) + b", " + fields + b"}"
+        response = await client.post(path, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 200, response.text
+    answers = [request.params for request in engine.submitted]
+    assert [(p.max_tokens, p.seed, p.top_k, p.stop_token_ids) for p in answers] == [
+        (4, 7, 40, (2,)),
+        (4, 8, 40, (2,)),
+    ] * 2
+    assert all(type(p.max_tokens) is type(p.top_k) is int for p in answers)
+
+
+async def test_a_byte_order_mark_is_skipped(client: httpx.AsyncClient) -> None:
+    content, headers = b'\xef\xbb\xbf{"prompt": "a"}', {"content-type": "application/json"}
+    assert (await client.post("/v1/completions", content=content, headers=headers)).status_code == 200
+
+
 async def test_compressed_bodies_are_rejected(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/completions", json={"prompt": "a"}, headers={"content-encoding": "gzip"})
     assert response.status_code == 415
@@ -261,6 +282,12 @@ def test_unsupported_fields_accept_only_neutral_values(name: str) -> None:
         assert check_fields({"prompt": "a", name: value}, CompletionBody).prompt == ["a"]
     with pytest.raises(ApiError, match="not supported"):
         check_fields({"prompt": "a", name: ["something"]}, CompletionBody)
+
+
+def test_a_neutral_number_may_be_a_float_but_no_boolean() -> None:
+    assert check_fields({"prompt": "a", "best_of": 1.0}, CompletionBody).n == 1
+    with pytest.raises(ApiError, match="best_of=True is not supported: use n"):
+        check_fields({"prompt": "a", "best_of": True}, CompletionBody)
 
 
 def test_tool_messages_keep_what_templates_use() -> None:

@@ -94,7 +94,7 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
         (["{tmp}/tiny", "{tmp}/out", "--dtype", "float16"], "--dtype float16: the checkpoint is in bfloat16"),
         (
             ["{tmp}/tiny", "{tmp}/out", "--quantization", "int8", "--weight-codec", "int8"],
-            "int8-g64 has nothing to encode: the layers' matrices are already packed (Q8_0)",
+            "tightwire prepare: --weight-codec int8 has nothing to encode: the layers' matrices are already packed (Q8_0)",
         ),
         (["{tmp}/tiny", "{tmp}/tiny"], "exists and is not a prepared folder"),
         (["{tmp}/tiny", "{tmp}/tiny", "--force"], "exists and is not a prepared folder"),

@@ -103,7 +103,7 @@ def test_a_step_has_more_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         (["--tp", "10000"], "--tp must be 1 to 64, got 10000"),  # before it becomes 10000 processes
         (["--model", ""], "--model must be a name, a path or random:SHAPE"),
         (["--served-model-name", ""], "--served-model-name: must be names with commas between, got ''"),
-        (["x", "--served-model-name", "m", "m"], "--served-model-name must be different names, got ('m', 'm')"),
+        (["x", "--served-model-name", "m", "m"], "--served-model-name must be different names, got m,m"),
         (
             ["--served-model-name", "m", "some/folder"],
             "--served-model-name takes m and some/folder, and no MODEL is left",
@@ -129,6 +129,7 @@ def test_a_step_has_more_tokens_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         (["--kv-cache-memory", "lots"], "'lots' is not a size"),
         (["--port", "70000"], "--port: must be 0 to 65535, got 70000"),
         (["--tp", "2", "--tp-split", "inf,1"], "--tp-split must be finite and above 0"),
+        (["--tp-split", "0.5,2"], "--tp-split must be one number for each of the 1 ranks, got 0.5,2.0"),
         (
             ["--tp", "2", "--tp-split", "1e308,1e308"],
             "--tp-split must be finite and above 0, none more than 1000 times",

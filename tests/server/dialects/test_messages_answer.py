@@ -258,6 +258,13 @@ async def test_output_config_format() -> None:
     assert response.headers["x-tightwire-ignored"] == "output_config.effort"
 
 
+def test_models(api: "Anthropic") -> None:
+    [listed] = page = api.models.list(limit=5)
+    assert api.models.retrieve("tiny") == listed and not page.has_more and page.first_id == page.last_id == "tiny"
+    assert (listed.type, listed.id, listed.display_name) == ("model", "tiny", "tiny")
+    assert listed.created_at.timestamp() == 1_700_000_000
+
+
 def test_count_tokens(api: "Anthropic", engine: FakeEngine) -> None:
     fields: dict[str, Any] = {"model": "tiny", "messages": HI, "system": "Be kind.", "tools": [ADD]}
     counted = api.messages.count_tokens(**fields)
@@ -271,7 +278,7 @@ def test_refusals_of_count_tokens_name_the_fields_of_this_api(raw: httpx.Client)
     answered = raw.post("/v1/messages", json=body(tools=tools)).json()
     assert "tools[1].input_schema.type is 'string'" in counted["error"]["message"]
     assert counted["error"] == answered["error"]
-    assert raw.post("/v1/messages/count_tokens", json={"messages": HI, "stream": 1, "max_tokens": 0}).status_code == 200
+    assert raw.post("/v1/messages/count_tokens", json=body(stream=True, container="c")).status_code == 200
     long = raw.post("/v1/messages/count_tokens", json={"messages": [{"role": "user", "content": "x" * 5000}]}).json()
     assert long["input_tokens"] > 5000
 

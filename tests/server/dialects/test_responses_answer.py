@@ -315,7 +315,7 @@ def test_logprobs_of_text_beside_calls_are_those_of_its_tokens(
         ({"max_tokens": 3}, "max_tokens", "use max_output_tokens"),
         ({"input": "x" * 5000}, "input", "the prompt has"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "only functions"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "is of the type 'web_search'; supported: none"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
         ({"tools": [{}]}, "tools[0].type", "is missing"),
         ({"tools": ["add"]}, "tools[0]", "is 'add', not an object"),
@@ -355,9 +355,20 @@ def test_nothing_is_stored(api: OpenAI) -> None:
     for call in (api.responses.retrieve, api.responses.cancel, api.responses.input_items.list, api.responses.delete):
         with pytest.raises(openai.NotFoundError, match="stores no responses"):
             call("resp_1")
-    for route in (api.responses.input_tokens.count, api.responses.compact):
-        with pytest.raises(openai.NotFoundError, match="it has only POST /v1/responses"):
-            route(model="tiny", input="Hi")
+    with pytest.raises(openai.NotFoundError, match="send the whole conversation to POST /v1/responses"):
+        api.responses.compact(model="tiny", input="Hi")
+
+
+def test_input_tokens(api: OpenAI, raw: httpx.Client) -> None:
+    fields: dict[str, Any] = {"model": "tiny", "input": "Hi", "instructions": "Be kind.", "tools": [ADD]}
+    counted = api.responses.input_tokens.count(**fields)
+    assert counted.object == "response.input_tokens"
+    usage = api.responses.create(**fields, max_output_tokens=9).usage
+    assert usage is not None and counted.input_tokens == usage.input_tokens
+    assert api.responses.input_tokens.count(model="tiny", input="Hi").input_tokens < counted.input_tokens
+    bad = [ADD | {"parameters": {"type": "string"}}]
+    error = raw.post("/v1/responses/input_tokens", json={"input": "Hi", "tools": bad}).json()["error"]
+    assert error["param"] == "tools[0].parameters.type"
 
 
 def test_engine_death_in_a_stream_raises_in_the_client(api: OpenAI, raw: httpx.Client, engine: FakeEngine) -> None:

@@ -288,7 +288,17 @@ class _BrokenRows(FakeRunner):
         return logits
 
 
-@pytest.mark.parametrize("changes", [{}, {"temperature": 1.0, "top_p": 0.9}, {"max_tokens": 0, "prompt_logprobs": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"max_tokens": 0, "prompt_logprobs": 1},
+        {"bad_words": banned_ids((5,))},
+        {"bad_words": banned_ids((5,)), "temperature": 1.0},
+        {"allowed_token_ids": (3, 4, 5), "min_tokens": 1},
+    ],
+)
 def test_nan_logits_end_only_their_own_request(changes: dict[str, Any]) -> None:
     engine, answers = make_engine(runner=_BrokenRows(ROOMY, VOCAB)), {}
     engine.add(AddRequest("good", [5, 6], params()))
@@ -297,6 +307,13 @@ def test_nan_logits_end_only_their_own_request(changes: dict[str, Any]) -> None:
     assert answers["bad"].finish_reason == "error" and "not finite" in (answers["bad"].message or "")
     assert answers["good"].token_ids == greedy([5, 6], 8)
     assert engine.stats().total.num_free_blocks == ROOMY.num_blocks
+
+
+@pytest.mark.parametrize("changes", [{"bad_words": banned_ids((5,))}, {"min_tokens": 1, "ignore_eos": False}])
+def test_requests_that_ban_every_token_are_refused(changes: dict[str, Any]) -> None:
+    only = 5 if "bad_words" in changes else EOS
+    answer = alone(AddRequest("a", [5, 6], params(allowed_token_ids=(only,), **changes)))
+    assert answer.finish_reason == "refused" and "ban fewer tokens" in (answer.message or "")
 
 
 def test_tokens_before_nan_logits_are_sent() -> None:

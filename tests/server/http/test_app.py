@@ -258,10 +258,21 @@ async def test_message_parts_and_roles(client: httpx.AsyncClient, engine: FakeEn
     assert "<|start|>user\none\ntwo<|end|>" in prompt
 
 
+@pytest.mark.parametrize(
+    "refusal", [{"refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}], ids=("field", "part")
+)
+async def test_a_refusal_of_the_assistant_is_its_text(
+    client: httpx.AsyncClient, engine: FakeEngine, refusal: dict[str, Any]
+) -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": None, **refusal}, *CHAT["messages"]]
+    await _ask(client, "/v1/chat/completions", messages=messages)
+    assert "<|start|>assistant\nNo.<|end|>" in byte_tokenizer().decode(engine.submitted[0].prompt_token_ids, False)
+
+
 async def test_models(client: httpx.AsyncClient) -> None:
     listed = (await client.get("/v1/models")).json()
     one = (await client.get("/v1/models/tiny")).json()
-    assert listed == {"object": "list", "data": [one]}
+    assert listed == {"object": "list", "data": [one], "first_id": "tiny", "last_id": "tiny", "has_more": False}
     assert one["id"] == "tiny" and one["object"] == "model" and one["max_model_len"] == 256
     unknown = await client.get("/v1/models/some/other")
     assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "model_not_found"
@@ -491,8 +502,15 @@ async def test_body_limit_counts_what_arrives(engine: FakeEngine) -> None:
 
 
 async def test_routes_that_do_not_exist(client: httpx.AsyncClient) -> None:
+    routes = (await client.get("/openapi.json")).json()["paths"]
+    listed = ", ".join(route for route in routes if route.startswith("/v1/"))
+    there = f"; this server has {listed}, and others that GET /openapi.json lists"
     for path, hint in {
-        "/v1/elsewhere/entirely": "; GET /openapi.json lists the routes",
+        "/v1/moderations": there,
+        "/v1/images/generations": there,
+        "/v1/conversations": there,
+        "/version/": "; leave out the slash at the end: /version",
+        "/versoin": "; did you mean '/version'?",
         "/v1/completions/": "; leave out the slash at the end: /v1/completions",
         "/chat/completions": "; did you mean /v1/chat/completions? The base URL of OpenAI's clients ends in /v1",
         "/models/": "; did you mean /v1/models? The base URL of OpenAI's clients ends in /v1",

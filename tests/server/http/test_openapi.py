@@ -86,6 +86,7 @@ def test_every_route_and_error_is_described(app: Any) -> None:
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/responses",
+        "/v1/responses/input_tokens",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/models",

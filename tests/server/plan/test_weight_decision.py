@@ -76,7 +76,7 @@ def test_a_small_cache_that_was_asked_for_is_no_reason_to_stream(kv_offload: boo
 
 def test_a_model_of_two_layers_stays_however_little_room_is_left() -> None:
     two = replace(MODEL, num_layers=2)
-    made = decide(WeightOptions(), 1.273, model=two)
+    made = decide(WeightOptions(), 1.214, model=two)
     assert made.plan == EVERYTHING_RESIDENT and made.budget.max_model_len < 2048
 
 
@@ -141,10 +141,10 @@ def test_auto_streams_as_few_layers_as_the_memory_wants(gib: float, tp: int) -> 
 
 
 def test_auto_streams_rather_than_leave_no_context_worth_having() -> None:
-    made = decide(WeightOptions(), 2.9)
+    made = decide(WeightOptions(), 2.84)
     with pytest.raises(NotEnoughMemoryError):
-        decide(WeightOptions(weights="resident"), 2.3)
-    tight = decide(WeightOptions(weights="resident"), 2.9)
+        decide(WeightOptions(weights="resident"), 2.24)
+    tight = decide(WeightOptions(weights="resident"), 2.84)
     assert tight.budget.max_model_len < 2048 < made.budget.max_model_len
     assert made.plan.streamed
 

@@ -126,12 +126,32 @@ def test_silence_is_noticed_after_the_timeout(watch: Watch, clock: Clock) -> Non
     assert reason is not None and "rank 1 (pid 22) has been silent for" in reason
 
 
-def test_silence_while_importing_is_borne_longer(watch: Watch, clock: Clock) -> None:
+def test_silence_while_loading_is_borne_longer(watch: Watch, clock: Clock) -> None:
     watch.serving = False
+    beat(watch, 1, step=-1, doing="weights")
     pass_time(watch, clock, 60, 0)
     assert watch.check() is None
     pass_time(watch, clock, 65, 0)
     assert watch.reason is not None
+
+
+def test_a_rank_that_is_not_forked_cannot_be_heard(watch: Watch, clock: Clock) -> None:
+    watch.serving = False
+    pass_time(watch, clock, 600)
+    assert watch.check() is None
+    watch.exited(1, -signal.SIGKILL)
+    reason = watch.check()
+    assert reason is not None and "rank 1 (pid 22) was killed by SIGKILL (out of memory?) while: importing" in reason
+
+
+def test_a_rank_is_named_with_the_process_that_was_forked(clock: Clock) -> None:
+    pids = {0: 11, 1: 11}
+    watch = Watch(pids, rank_timeout_s=10, step_timeout_s=120, clock=clock)
+    pids[1] = 33
+    beat(watch, 1)
+    watch.exited(1, -signal.SIGKILL)
+    reason = watch.check()
+    assert reason is not None and reason.startswith("rank 1 (pid 33) was killed")
 
 
 def test_a_watcher_that_was_stopped_itself_blames_nobody(watch: Watch, clock: Clock) -> None:
@@ -262,9 +282,11 @@ def test_a_replica_may_wait_for_another_one_as_long_as_that_gets_on(clock: Clock
 
 def test_a_host_with_one_replica_of_several_names_its_ranks(clock: Clock) -> None:
     watch = Watch({1: 22}, rank_timeout_s=10, step_timeout_s=120, num_replicas=2, clock=clock)
-    assert watch.describe() == "rank 1 (replica 1): starting"
+    assert watch.describe() == "rank 1 (replica 1): importing PyTorch"
     watch.exited(1, -signal.SIGKILL)
-    assert watch.check() == "rank 1 (replica 1) (pid 22) was killed by SIGKILL (out of memory?) while: starting"
+    assert (
+        watch.check() == "rank 1 (replica 1) (pid 22) was killed by SIGKILL (out of memory?) while: importing PyTorch"
+    )
 
 
 def test_a_rank_of_another_host_is_named_with_its_node(clock: Clock) -> None:

@@ -23,7 +23,7 @@ from tightwire.server.ranks.reporter import Reporter
 
 
 def _identity(rank: int, port: int) -> RankIdentity:
-    names = {"to_parent": "", "inboxes": (), "reporter": "", "parent_pid": 0, "store_fd": None}
+    names = {"to_parent": "", "inboxes": (), "reporter": "", "parent_pid": 0, "store_fd": None, "work_fd": 0}
     return RankIdentity(rank=rank, world_size=3, store_port=port, **names)
 
 

@@ -13,12 +13,12 @@ from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
 
-# A rank that reports a stage to the address in its first line, and then waits to be killed.
+# Reports a stage to the address in its first line, as a rank would, and then waits to be killed.
 _RANK = """
 import sys, time, msgspec, zmq
 from tightwire.server.ipc.channels import connect_sender
 from tightwire.server.ipc.messages import Stage
-address = msgspec.json.decode(sys.stdin.readline())["to_parent"]
+address = msgspec.json.decode(sys.stdin.readline())["identities"][0]["to_parent"]
 context = zmq.Context()
 sender = connect_sender(context, address)
 sender.send(msgspec.msgpack.encode(Stage(rank=0, name="import", fraction=0.0)))

@@ -3,10 +3,8 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -86,6 +84,27 @@ def test_a_rank_is_told_its_work_and_ends_by_itself(parent: Parent) -> None:
     assert asyncio.run(parent.ranks.wait(30))
 
 
+@with_body("descend")
+def test_one_process_imports_for_all_and_leaves_them_to_the_parent(parent: Parent) -> None:
+    forks = parent.ranks.pids[0]
+    assert set(parent.ranks.pids.values()) == {forks}
+    parent.ranks.hand_out(WORK)
+    told = [parent.hear(Stage, lambda stage: stage.rank == 1 and stage.fraction == 1).name for _ in range(4)]
+    assert told == ["import", str(forks), str(os.getpid()), "1"], "one pipe: that with its work"
+    assert asyncio.run(parent.ranks.wait(30))
+    assert not is_alive(forks)
+    assert len({forks, *parent.ranks.pids.values()}) == 3
+
+
+@with_body("nonsense")
+def test_each_rank_tells_what_could_not_be_imported(parent: Parent) -> None:
+    failures = [parent.hear(Failed) for _ in range(2)]
+    assert {failed.rank for failed in failures} == {0, 1}
+    for failed in failures:
+        assert (failed.message, failed.doing) == ("KeyError: 'nonsense'", "import")
+        assert "in import_body" in failed.traceback
+
+
 @with_body("sleep")
 def test_heartbeats_say_what_a_busy_rank_does(parent: Parent) -> None:
     parent.ranks.hand_out(WORK)
@@ -152,19 +171,29 @@ def test_an_end_is_noticed_at_once_with_its_signal(parent: Parent) -> None:
     async def first_exit() -> tuple[int, int]:
         exits: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
         parent.ranks.on_exit(asyncio.get_running_loop(), lambda rank, code: exits.put_nowait((rank, code)))
+        wait_until(lambda: len({*parent.ranks.pids.values()}) == 2, 20)
         os.kill(parent.ranks.pids[1], signal.SIGKILL)
         return await asyncio.wait_for(exits.get(), 20)
 
     assert asyncio.run(first_exit()) == (1, -signal.SIGKILL)
 
 
-def test_a_rank_ends_when_its_input_does() -> None:
+def test_all_ranks_end_with_the_process_that_would_fork_them() -> None:
+    async def exits(ranks: Ranks) -> list[tuple[int, int]]:
+        ended: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        ranks.on_exit(asyncio.get_running_loop(), lambda rank, code: ended.put_nowait((rank, code)))
+        os.kill(ranks.pids[0], signal.SIGKILL)
+        return [await asyncio.wait_for(ended.get(), 20) for _ in range(2)]
+
+    with Ranks(2, (sys.executable, "-c", "import time; time.sleep(60)")) as ranks:
+        assert asyncio.run(exits(ranks)) == [(0, -signal.SIGKILL), (1, -signal.SIGKILL)]
+
+
+@with_body("sleep")
+def test_a_rank_ends_when_its_input_does(parent: Parent) -> None:
     """The second way a parent's death shows, where the kernel was not asked to tell."""
-    source = str(Path(__file__).parents[3] / "src")
-    environment = {**os.environ, "PYTHONPATH": source}
-    with subprocess.Popen(
-        [sys.executable, rank_bodies.__file__, "sleep"], stdin=subprocess.PIPE, env=environment
-    ) as process:
-        assert process.stdin is not None
-        process.stdin.close()
-        wait_until(lambda: not is_alive(process.pid), 30)
+    parent.ranks.hand_out(WORK)
+    parent.hear(Heartbeat, lambda beat: beat.rank == 1)
+    parent.ranks._works[1].close()
+    wait_until(lambda: not is_alive(parent.ranks.pids[1]), 30)
+    assert is_alive(parent.ranks.pids[0])

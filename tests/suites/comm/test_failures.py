@@ -188,7 +188,11 @@ def test_the_store_may_die_with_its_rank() -> None:
         seen = _survivors(ranks.outcomes(_store_dies_with_its_rank, port, timeout_s=30))
 
     assert sorted(seen) == [1, 2]
-    _assert_lost_at_once(seen, 0)
+    # One may see the other leave before it misses rank 0, and no store is left that says why the other left.
+    blamed = {rank: failure.ranks for rank, failure in seen.items()}
+    assert blamed in ({1: (0,), 2: (0,)}, {1: (2,), 2: (0,)}, {1: (0,), 2: (1,)})
+    for rank, failure in seen.items():
+        _assert_lost_at_once({rank: failure}, *blamed[rank])
 
 
 def test_a_failed_group_fails_again_at_once_for_the_same_reason() -> None:

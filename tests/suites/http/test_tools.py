@@ -29,6 +29,11 @@ TOOLS = [
 USER = {"role": "user", "content": "Hi"}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 async def post(
     engine: FakeEngine, *, template: str = TOOL_TEMPLATE, special: Sequence[str] = (), **fields: Any
 ) -> httpx.Response:
@@ -103,6 +108,17 @@ async def test_required_calls_follow_schemas_with_an_id_and_texts_like_reference
     (answer,) = await whole(SamplingEngine(), tools=tools, **fields)
     (call,) = answer.message.tool_calls
     assert json.loads(call.function.arguments) == ({"a": MARK} if "properties" in schema else {"a": 1})
+
+
+async def test_only_allowed_tools_are_called_and_in_the_prompt() -> None:
+    pytest.importorskip("llguidance")
+    engine = SamplingEngine()
+    (answer,) = await whole(engine, tool_choice=allowed("required", "weather", "sub"), seed=1)
+    assert {call.function.name for call in answer.message.tool_calls} == {"weather"}
+    prompt = byte_tokenizer().decode(engine.submitted[0].prompt_token_ids)
+    assert "weather" in prompt and "add" not in prompt
+    (answer,) = await whole(FakeEngine(script=says(WRITTEN)), tool_choice=allowed("auto", "weather"))
+    assert answer.message.tool_calls is None  # of add
 
 
 async def test_a_named_tool_is_called() -> None:
@@ -255,10 +271,14 @@ async def test_arguments_that_are_no_valid_json_reach_the_prompt_as_text(argumen
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice", "known"),
         ({"tools": [], "tool_choice": "auto"}, "tool_choice", 'is "auto" without tools; send tools'),
         ({"tools": None, "tool_choice": "auto"}, "tool_choice", 'is "auto" without tools; send tools'),
-        ({"tool_choice": "always"}, "tool_choice", 'must be "none"'),
+        ({"tool_choice": "always"}, "tool_choice", "should be 'none', 'auto' or 'required'"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice", "is of the type 'custom'; supported: none, auto"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "is missing"),
+        ({"tool_choice": allowed("none")}, "tool_choice.allowed_tools.mode", "should be 'auto' or 'required'"),
+        ({"tool_choice": allowed("required", "sub")}, "tool_choice", '"required" needs tools'),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "may be missing beside tool_calls"),
         (
             {"tool_choice": "required", "structured_outputs": {"json_object": True}},
             "tool_choice",

@@ -112,7 +112,7 @@ async def test_words_that_leave_no_token_in_the_middle_are_400() -> None:
         ({"allowed_token_ids": [10**30]}, "allowed_token_ids[0]", "less than"),
         ({"allowed_token_ids": ["5"]}, "allowed_token_ids[0]", "got '5'"),
         ({"allowed_token_ids": [True]}, "allowed_token_ids[0]", "got True"),
-        ({"allowed_token_ids": [1.0]}, "allowed_token_ids[0]", "got 1.0"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids[0]", "got 1.5"),
         ({"allowed_token_ids": 5}, "allowed_token_ids", "valid list"),
         ({"allowed_token_ids": {"5": 1}}, "allowed_token_ids", "valid list"),
         ({"allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids", "ban all 1 allowed_token_ids"),

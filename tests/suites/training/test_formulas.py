@@ -60,10 +60,10 @@ def test_ledgers_and_memory_equal_the_formulas(case: str) -> None:
     models, per_bucket = [copy.deepcopy(model) for _ in range(4)], 3 if case == "three-per-bucket" else 1
 
     def run_rank(groups: TrainGroups) -> Any:
-        own = models[groups.rank].to(options.compute_dtype)
+        own = models[groups.main.rank].to(options.compute_dtype)
         with open_engine(own, groups, options, per_bucket=per_bucket) as engine:
             allocated = allocated_bytes(engine)
-            train(engine, own, batches, groups.rank)
+            train(engine, own, batches, groups.main.rank)
             assert allocated_bytes(engine) == allocated, "something was allocated while training"
             return allocated, sent_by(groups), sent_between_nodes(groups)
 

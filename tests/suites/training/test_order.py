@@ -260,7 +260,7 @@ def test_a_missing_wait_for_writing_breaks_c4(monkeypatch: pytest.MonkeyPatch) -
     def begin_and_reduce(sums: gradients.Gradients, bucket: Bucket) -> None:
         begin(sums, bucket)
         if bucket.name == "blocks.5":
-            sums._lane(bucket).start(lambda: sums._reduce(bucket, sums._bucket_buffers[bucket.number], last=True))
+            sums._lane(bucket).start(lambda: sums._reduce(bucket, sums._buffers[bucket.number], last=True))
 
     monkeypatch.setattr(gradients.Gradients, "begin", begin_and_reduce)
 

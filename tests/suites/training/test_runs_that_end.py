@@ -314,7 +314,7 @@ def test_replicas_with_different_weights_are_refused(tmp_path: Path, monkeypatch
     def load_badly(engine: Engine, *args: Any) -> None:
         load(engine, *args)
         _, first = next(engine.named_flat_params())
-        first.data[:1].view(torch.int32).add_(engine.groups.rank)  # the last bit
+        first.data[:1].view(torch.int32).add_(engine.groups.main.rank)  # the last bit
 
     monkeypatch.setattr(Engine, "load_full", load_badly)
     with pytest.raises(ValueError, match="ranks 0 and 1 have different weights in embedding"):

@@ -18,7 +18,7 @@ def two_steps(groups: TrainGroups, options: TrainOptions, arm: str) -> dict[str,
     """One step with messages, then one without."""
     start, switch = open_model(options.model, options.seed), Switch()
     trainee = EngineTrainee(arm, options, start, detachable(groups, switch))
-    tokens_BS = draw_tokens(options, start.config.vocab_size, groups.rank, 0)
+    tokens_BS = draw_tokens(options, start.config.vocab_size, groups.main.rank, 0)
     loss, _ = trainee.step(tokens_BS)
     ledger, wire = trainee.bytes_sent, groups.gather.bytes_sent + groups.reduce.bytes_sent + groups.main.bytes_sent
     switch.is_detached = True

@@ -50,11 +50,11 @@ def test_loaded_weights_are_used_in_the_next_forward() -> None:
     loaded = dict(other.named_parameters())
 
     def run_rank(groups: TrainGroups) -> Run:
-        own = models[groups.rank]
+        own = models[groups.main.rank]
         with open_engine(own, groups, replace(ZERO3, secondary=True)) as engine:
-            train(engine, own, batches, groups.rank)
+            train(engine, own, batches, groups.main.rank)
             engine.load_full(lambda name: loaded[name].data)
-            return train(engine, own, batches, groups.rank)
+            return train(engine, own, batches, groups.main.rank)
 
     runs = run_groups(in_process_train_groups(4, num_nodes=2), run_rank)
 
@@ -98,18 +98,18 @@ def test_quantized_weights_are_decoded_main_shards(dtype: torch.dtype) -> None:
     models = [copy.deepcopy(model) for _ in range(4)]
 
     def run_rank(groups: TrainGroups) -> None:
-        own = models[groups.rank]
+        own = models[groups.main.rank]
         layer = own.get_submodule("model.layers.2")
 
         def look(module: Any, *_: object) -> None:
-            seen[groups.rank] = module.mlp.up_proj.weight.clone(), module.input_layernorm.weight.clone()
+            seen[groups.main.rank] = module.mlp.up_proj.weight.clone(), module.input_layernorm.weight.clone()
 
         options = replace(ZERO3, gather_codec="int8", compute_dtype=dtype, secondary=True)
         with open_engine(own, groups, options) as engine, engine.evaluation():
             own.get_submodule("model.layers.2.mlp").register_forward_hook(lambda *_: look(layer))
             for _ in range(2):  # across nodes, then from the node's copy
                 own(input_ids=torch.zeros(1, 3, dtype=torch.int64))
-                check(*seen[groups.rank])
+                check(*seen[groups.main.rank])
 
     def check(matrix: Tensor, norm: Tensor) -> None:
         flat_param = whole["blocks.2"]

@@ -5,14 +5,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers.training.training_runs import make_config
 
 from tightwire.training.data.documents import (
     DataError,
     Documents,
-    describe_files,
+    RunData,
     find_files,
+    fingerprint_of,
     is_held_out,
-    training_documents,
 )
 
 
@@ -59,6 +60,21 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, word
         list(Documents(files=(tmp_path / name,)))
 
 
+@pytest.mark.parametrize("name", ["a.json", "A.JSON", "a.json.gz"])
+def test_json_is_not_learned_as_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('[{"text": "one"}]')
+    with pytest.raises(DataError, match=f"{name} is JSON, and data.kind=text reads text and JSON lines; give .jsonl"):
+        Documents(files=(tmp_path / name,))
+    assert Documents(files=(tmp_path / name,), kind="chat").files
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.jsonl.GZ"])
+def test_json_lines_have_several_endings(tmp_path: Path, name: str) -> None:
+    content = b'{"text": "one"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    assert list(Documents(files=(tmp_path / name,))) == ["one"]
+
+
 def test_a_pattern_without_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file matches"):
         find_files([f"{tmp_path}/*.txt"])
@@ -85,10 +101,10 @@ def test_the_prose_that_comes_with_the_package_has_a_name() -> None:
 def test_a_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("x")
-    before = describe_files([path])
-    assert describe_files([path]) == before
+    before = fingerprint_of([path])
+    assert fingerprint_of([path]) == before
     path.write_text("xy")
-    assert describe_files([path]) != before
+    assert fingerprint_of([path]) != before
 
 
 def _documents(tmp_path: Path) -> Documents:
@@ -97,11 +113,16 @@ def _documents(tmp_path: Path) -> Documents:
     return Documents(files=find_files([f"{tmp_path}/*.txt"]))
 
 
+def _run_data(tmp_path: Path, documents: Documents, *overrides: str) -> RunData:
+    config = make_config(tmp_path, "data.shuffle_documents=16", *overrides)
+    return RunData(config=config, documents=documents, held_out_documents=None)
+
+
 def test_an_epoch_has_every_document_once_in_its_own_order(tmp_path: Path) -> None:
     documents = _documents(tmp_path)
 
     def epoch(number: int, seed: int = 0) -> list[str]:
-        return list(training_documents(documents, epoch=number, seed=seed, window=16, held_out=0.0))
+        return list(_run_data(tmp_path, documents, f"seed={seed}", "data.held_out=0").training(number))
 
     assert epoch(0) == epoch(0)
     assert len({tuple(order) for order in (epoch(0), epoch(1), epoch(0, seed=1), list(documents))}) == 4
@@ -110,7 +131,7 @@ def test_an_epoch_has_every_document_once_in_its_own_order(tmp_path: Path) -> No
 
 def test_the_held_out_share_is_never_trained_on(tmp_path: Path) -> None:
     documents = _documents(tmp_path)
-    kept = set(training_documents(documents, epoch=0, seed=0, window=16, held_out=0.2))
+    kept = set(_run_data(tmp_path, documents, "data.held_out=0.2").training(0))
     held_out = {text for text in documents if is_held_out(text, 0.2)}
 
     assert kept | held_out == set(documents) and not kept & held_out

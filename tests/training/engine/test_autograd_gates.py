@@ -26,14 +26,14 @@ def test_keyword_inputs_in_containers_are_gated(checkpoint_blocks: int) -> None:
     orders = []
 
     def run_rank(groups: Any) -> Any:
-        own, trace = models[groups.rank], Trace()
+        own, trace = models[groups.main.rank], Trace()
         with open_engine(own, groups, options, trace) as engine:
             with engine.micro_batch(last=True):
-                keyword_loss(own, batches[0, 0, groups.rank]).backward()
+                keyword_loss(own, batches[0, 0, groups.main.rank]).backward()
             engine.finish_gradients()
             orders.append([(e.bucket, e.begins) for e in trace.events if e.kind == "compute" and "blocks" in e.bucket])
             engine.weights_changed()
-            return train(engine, own, batches, groups.rank, loss=keyword_loss)
+            return train(engine, own, batches, groups.main.rank, loss=keyword_loss)
 
     runs = run_groups(in_process_train_groups(2), run_rank)
 
@@ -66,7 +66,7 @@ def test_another_order_of_blocks_is_refused_at_once(order: list[int], begins: st
         with open_engine(own, groups, EngineOptions(prefetch=prefetch)) as engine:
             own.model["layers"] = nn.ModuleList(own.layers[number] for number in order)
             with pytest.raises(RuntimeError, match=begins), engine.evaluation():
-                own(batches_of(2, 1, 1)[0, 0, groups.rank])
+                own(batches_of(2, 1, 1)[0, 0, groups.main.rank])
             both_refused.wait()
 
     run_groups(in_process_train_groups(2), run_rank)
@@ -113,8 +113,8 @@ def test_a_layer_may_write_its_gradient_itself() -> None:
     models = [copy.deepcopy(model) for _ in range(2)]
 
     def run_rank(groups: Any) -> Any:
-        with open_engine(models[groups.rank], groups, EngineOptions()) as engine:
-            return train(engine, models[groups.rank], batches, groups.rank, loss=keyword_loss)
+        with open_engine(models[groups.main.rank], groups, EngineOptions()) as engine:
+            return train(engine, models[groups.main.rank], batches, groups.main.rank, loss=keyword_loss)
 
     runs = run_groups(in_process_train_groups(2), run_rank)
 

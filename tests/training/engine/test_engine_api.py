@@ -48,7 +48,7 @@ def test_an_evaluation_equals_the_model(name: str) -> None:
     models, want = [copy.deepcopy(model) for _ in range(4)], model(TOKENS).logits
 
     def run_rank(groups: TrainGroups) -> Tensor:
-        own = models[groups.rank]
+        own = models[groups.main.rank]
         with open_engine(own, groups, replace(ZERO3, sharding=SHARDINGS[name])) as engine, engine.evaluation():
             own(TOKENS)
             return own(TOKENS).logits
@@ -102,9 +102,9 @@ def test_dgc_clips_the_norm_over_the_whole_gradient(begin: int, sharding: str) -
     models = [copy.deepcopy(model) for _ in ranks]
 
     def run_rank(groups: TrainGroups) -> dict[str, Tensor]:
-        own = models[groups.rank]
+        own = models[groups.main.rank]
         with open_engine(own, groups, options, compressor=dgc) as engine:
-            return train(engine, own, batches, groups.rank, sgd).parameters
+            return train(engine, own, batches, groups.main.rank, sgd).parameters
 
     results = run_groups(in_process_train_groups(len(ranks), num_nodes), run_rank)
 
@@ -145,12 +145,12 @@ def test_a_rank_that_fails_frees_the_others() -> None:
     models, start_s = [small_llama() for _ in range(2)], time.monotonic()
 
     def run_rank(groups: TrainGroups) -> None:
-        own = models[groups.rank]
+        own = models[groups.main.rank]
         with open_engine(own, groups, ZERO3) as engine:
-            if groups.rank == 1:
+            if groups.main.rank == 1:
                 raise ZeroDivisionError
             with pytest.raises(PeerLostError, match="lost rank 1"):
-                train(engine, own, batches_of(2, 1, 1), groups.rank)
+                train(engine, own, batches_of(2, 1, 1), groups.main.rank)
 
     with pytest.raises(ZeroDivisionError):
         run_groups(in_process_train_groups(2, timeout_s=120.0), run_rank)
@@ -161,13 +161,13 @@ def test_a_missing_rank_is_named() -> None:
     models = [small_llama() for _ in range(4)]
 
     def run_rank(groups: TrainGroups) -> None:
-        own = models[groups.rank]
+        own = models[groups.main.rank]
         with open_engine(own, groups, ZERO3) as engine:
-            if groups.rank == 3:
+            if groups.main.rank == 3:
                 time.sleep(2)
                 return
             with pytest.raises(CollectiveTimeoutError, match="rank 3"):
-                train(engine, own, batches_of(4, 1, 1), groups.rank)
+                train(engine, own, batches_of(4, 1, 1), groups.main.rank)
 
     run_groups(in_process_train_groups(4, timeout_s=0.5), run_rank)
 
@@ -177,10 +177,10 @@ def test_backward_raises_the_error_of_the_lane() -> None:
     models = [small_llama() for _ in range(2)]
 
     def run_rank(groups: TrainGroups) -> None:
-        own = models[groups.rank]
+        own = models[groups.main.rank]
         with open_engine(own, groups, ZERO3) as engine, engine.micro_batch(last=True):
             loss = loss_of(own, TOKENS)
-            if groups.rank == 0:
+            if groups.main.rank == 0:
                 with pytest.raises(PeerLostError, match="lost rank 1"):
                     loss.backward()
             raise InterruptedError

@@ -74,7 +74,7 @@ def test_with_secondary_gathers_of_frozen_weights_never_leave_the_node() -> None
     models = [small_llama(frozen=FROZEN) for _ in range(4)]
 
     def run_rank(groups: TrainGroups) -> int:
-        own = models[groups.rank]
+        own = models[groups.main.rank]
         with open_engine(own, groups, replace(INT4, secondary=True)) as engine:
             _logits(engine, own)
             assert groups.gather.nodes is not None

@@ -84,7 +84,7 @@ def _step(groups: TrainGroups, config: TrainConfig) -> int:
 
 def _assert_backward_has_the_peak(config: TrainConfig) -> None:
     memory = _formula(config)
-    expected = RankMemory(memory.stays, {"backward": memory.moments["backward"]}).most
+    expected = RankMemory(memory.stays, {"backward": memory.peaks["backward"]}).most
     peaks = run_groups(in_process_train_groups(4, num_nodes=2), _step, config)
     assert peaks == [pytest.approx(expected, rel=_MOST_ERROR)] * 4
 
@@ -93,7 +93,7 @@ def _assert_backward_has_the_peak(config: TrainConfig) -> None:
 def test_the_peak_memory_of_a_rank_equals_the_formula(case: str, tmp_path: Path) -> None:
     config = make_config(tmp_path, *_SIZES, *_CASES[case])
     memory = _formula(config)
-    own = {name: size for name, size in memory.moments.items() if name in ("backward", "optimizer_step")}
+    own = {name: size for name, size in memory.peaks.items() if name in ("backward", "optimizer_step")}
     expected = RankMemory(memory.stays, own).most
 
     peaks = run_groups(in_process_train_groups(4, num_nodes=2), _step, config)
@@ -132,7 +132,7 @@ def test_the_peak_memory_beside_packed_blocks_equals_the_formula(tmp_path: Path)
 def test_checkpointing_needs_less_memory(tmp_path: Path) -> None:
     shapes = (*_SIZES, "model.shape.vocab_size=300", "model.shape.num_hidden_layers=8")
     none, half, every = (
-        _formula(make_config(tmp_path, *shapes, f"parallel.checkpoint_blocks={count}")).moments["backward"]
+        _formula(make_config(tmp_path, *shapes, f"parallel.checkpoint_blocks={count}")).peaks["backward"]
         for count in ("0", "4", "all")
     )
     assert every < half < none

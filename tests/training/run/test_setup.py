@@ -22,7 +22,7 @@ from tightwire.training.start.model import build_model, config_of
     ("overrides", "ranks", "nodes", "words"),
     [
         (["batch.sequences=9"], 2, 1, "cannot be divided over 2 ranks"),
-        (["parallel.sharding=hybrid"], 2, 1, "hybrid needs several nodes, and there is one"),
+        (["parallel.sharding=hybrid"], 2, 1, "hybrid needs several nodes, got one"),
         (["parallel.sharding=zero3", "parallel.between.kind=top-k"], 2, 1, "kind=top-k needs replicas"),
         (["parallel.between={kind: quantized, reduce_codec: int99}"], 2, 1, "parallel.between: unknown codec 'int99'"),
         (["parallel.between.kind=top-k"], 1, 1, "kind=top-k needs replicas"),

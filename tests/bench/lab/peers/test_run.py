@@ -139,7 +139,7 @@ def test_a_tightwire_arm_has_its_flags_in_its_name(tmp_path: Path) -> None:
     [
         (["--servers", "vlm"], "unknown server 'vlm'"),
         (["--servers", "a=http://x,a=http://y"], "each server once"),
-        (["--num-requests", "1,2"], "one number for each of the 3"),
+        (["--num-requests", "1,2"], "a number for each of the 3"),
         (["--rounds", "0"], "--rounds: must be at least 1"),
         (["--nnodes", "2"], "--nnodes above 1 and --link"),
         (["--time-limit", "-1"], "--time-limit: must be above 0"),

@@ -87,5 +87,21 @@ def test_flags_of_the_server_and_the_row_are_chosen(
 def test_a_prompt_without_a_prediction_is_refused_before_servers_start(
     capsys: pytest.CaptureFixture[str], scripted: list[list[str]]
 ) -> None:
-    assert main(["lab", "plan", "--prompt-lens", "128,5"]) == 2
-    assert "--prompt-lens takes 128, 512, 4096, got 5" in capsys.readouterr().err and not scripted
+    _refused(capsys, "--prompt-lens takes 128, 512, 4096, got 5", "--prompt-lens", "128,5")
+    assert not scripted
+
+
+def _refused(capsys: pytest.CaptureFixture[str], words: str, *arguments: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["lab", "plan", *arguments])
+    assert left.value.code == 2 and words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_row_that_no_table_has_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    _refused(
+        capsys,
+        "--row: must begin with one of tensor, hybrid, pipeline, as in 'tensor, auto', got 'foo'",
+        "--row",
+        "foo",
+    )
+    _refused(capsys, "--row: unknown all-reduce 'foo'; choose one of auto", "--row", "hybrid, foo")

@@ -57,7 +57,7 @@ def test_one_run_measures_validity_masks_and_both_speeds(tmp_path: Path, capsys:
 
 def test_an_answer_that_is_not_valid_ends_with_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, result = _run(FakeEngine(script=says('"perhaps"')), tmp_path, capsys)
-    assert status == 1 and "4 answers are not valid; the first, 0: " in result["error"]
+    assert status == 1 and "4 answers are invalid; the first, 0: " in result["error"]
     assert result["cells"][0]["valid"] == 0 and len(result["cells"][0]["problems"]) == 4
 
 

@@ -127,11 +127,11 @@ def change_manifest(out: Path, old: str, new: str, *, believable: bool = False) 
         ("tightwire.prepared/1", "tightwire.prepared/2", False, "has schema 'tightwire.prepared/2', and this version"),
         ('"dtype": "float32"', '"dtype": "bfloat16"', False, "is damaged: its checksum differs"),
         ('"dtype": "float32"', '"dtype": "bfloat16"', True, "does not match config.json and this version"),
-        ('"dtype": "float32"', '"dtype": "int3"', True, "does not have the fields .* Invalid enum value 'int3'"),
+        ('"dtype": "float32"', '"dtype": "int3"', True, "lacks fields .* Invalid enum value 'int3'"),
         ('"codec": "none"', '"codec": "zip"', True, "does not match config.json .* unknown codec 'zip'"),
-        ('"plain"', '"planes"', True, "does not have the fields .* Object contains unknown field `planes`"),
+        ('"plain"', '"planes"', True, "lacks fields .* Object contains unknown field `planes`"),
         ('"query_heads": [\n     0', '"query_heads": [\n     1', True, "rank 0's shard differs"),
-        ('"prepared":{', '"prepared":', False, "is damaged or not the manifest"),
+        ('"prepared":{', '"prepared":', False, "is damaged, or no manifest"),
     ],
 )
 def test_a_wrong_manifest_is_refused(out: Path, old: str, new: str, believable: bool, message: str) -> None:
