@@ -149,7 +149,8 @@ class ChatDialect(Dialect[ChatBody]):
             raise invalid("top_logprobs requires logprobs: true", param="top_logprobs")
         if body.max_tokens is not None and body.token_limit != body.max_tokens:
             raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
-        check_tools(body.tools, body.tool_choice)
+        if body.tools or body.demands_calls:
+            check_tools(body.tools, body.tool_choice)
         ids = await chat_token_ids(self.model, body.messages, body, () if body.tool_choice == "none" else body.tools)
         self._thinks = body.may_call_tools and opens_thought(self.model.tokenizer, ids)
         return [Prompt(ids, after_text=body.continue_final_message)]
