@@ -18,6 +18,7 @@ from tightwire.bench.train.options import ARMS, TrainOptions
 from tightwire.comm.group.local_ranks import LocalRankError, LocalRanks
 from tightwire.comm.link.link import Link, parse_link
 from tightwire.comm.link.wire import LinkTooFastError
+from tightwire.model.checkpoint.errors import ModelError
 from tightwire.training.engine.flat_parameters import plan_buckets
 from tightwire.training.start.model import build_model
 
@@ -31,7 +32,7 @@ class TrainBench(Bench[TrainOptions]):
         Metric(name="computing_s", unit="ms", scale=1e3, decides=False),
     )
     columns = report.CSV_COLUMNS
-    failures = ((LocalRankError, 1), (ValueError, 1))
+    failures = ((LocalRankError, 1), (ModelError, 2), (ValueError, 1))
 
     def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)

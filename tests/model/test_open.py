@@ -198,6 +198,7 @@ def test_random_from_a_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("model", "named"),
     [
         ("smolm2", "did you mean 'smollm2-135m'?"),
+        ("", "no such model: '' is neither a file nor a folder"),
         ("/no/such/folder", "neither a file nor a folder"),
         ("missing.gguf", "neither a file nor a folder"),
         ("folder/missing.gguf", "neither a file nor a folder"),

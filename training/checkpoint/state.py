@@ -200,9 +200,7 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
         )
     for name, own in (("optimizer", config.optimizer.torch_name), ("between", config.parallel.between.kind)):
         if (its := description[name]) != own:
-            raise OtherRunError(
-                f"{folder} was written with {name} {its}, but this run has {own}; use {its}, or another `run`"
-            )
+            raise OtherRunError(f"{folder} has {name} {its}, but this run has {own}; use {its}, or another `run`")
     kept, own = (_about_answers(each) for each in (description["config"], config.model_dump(mode="json")))
     if description.get("answers") and (differing := _difference(kept, own)):
         raise OtherRunError(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from tightwire.training.config.section import Count, Section, Share
+from tightwire.training.config.section import Codec, Count, Section, Share
 
 # An optimizer here sees shards of flat parameters, each with elements of many matrices.
 _REFUSED = {
@@ -83,8 +83,8 @@ class QuantizedOptions(_Options):
     """Every element, encoded: qgZ's sum between nodes, returned to every replica."""
 
     kind: Literal["quantized"] = "quantized"
-    reduce_codec: str = Field(default="int4", description="codec of node sums sent to the rank that adds them")
-    gather_codec: str = Field(default="int8", description="codec of the sum sent back")
+    reduce_codec: Codec = Field(default="int4", description="codec of node sums sent to the rank that adds them")
+    gather_codec: Codec = Field(default="int8", description="codec of the sum sent back")
 
 
 class SparseOptions(_Options):

@@ -1,9 +1,21 @@
 """The base of the sections of a configuration, and types of numbers that several have."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from tightwire.comm.codec.codec_names import parse_format
+from tightwire.comm.link.link import parse_link
+
+
+def checks(parse: Callable[[str], object]) -> AfterValidator:
+    """Refuses what ``parse`` refuses, and keeps the text; an empty one is not given."""
+    return AfterValidator(lambda text: (text and parse(text), text)[1])
+
+
+Codec = Annotated[str, checks(parse_format)]
+Link = Annotated[str, checks(parse_link)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 ShareOrAll = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=0)]

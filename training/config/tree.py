@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from tightwire.comm.codec.codec_names import parse_format
 from tightwire.comm.group.topology import Topology
+from tightwire.sizes import parse_bytes
 from tightwire.training.config.learning import DistillConfig, GrpoConfig, LoraConfig, PpoConfig, RolloutConfig
 from tightwire.training.config.optimizer import CompressorOptions, DenseOptions, OptimizerConfig, SparseOptions
-from tightwire.training.config.section import Count, Section, Share, ShareOrAll
+from tightwire.training.config.section import Codec, Count, Link, Section, Share, ShareOrAll, checks
 from tightwire.training.config.sharding import SHARDINGS
 
 BYTES = "bytes"  # the byte tokenizer, which needs no file
@@ -132,8 +134,8 @@ class ParallelConfig(Section):
     num_buffers: Annotated[int, Field(ge=1)] = Field(default=2, description="weight buffers that blocks share")
     blocks_per_bucket: PositiveInt = Field(default=1, description="blocks that are gathered and summed together")
     reshard_ends: bool = Field(default=False, description="embedding and untied head share buffers, as blocks do")
-    gather_codec: str = Field(default="none", description="codec of gathered weights, such as int8 (qwZ)")
-    frozen_codec: str | None = Field(
+    gather_codec: Codec = Field(default="none", description="codec of gathered weights, such as int8 (qwZ)")
+    frozen_codec: Annotated[str, checks(lambda name: name == PACKED or parse_format(name))] | None = Field(
         default=None,
         description="how frozen weights are kept and gathered: a codec, or packed (a GGUF's own blocks); default: gather_codec",
     )
@@ -146,8 +148,8 @@ class ParallelConfig(Section):
     reduce_path: Literal["flat", "hierarchical"] = Field(
         default="flat", description="over nodes: sum all at once in rank order, or inside nodes first (qgZ)"
     )
-    reduce_codec: str = Field(default="none", description="codec of gradients (qgZ), inside nodes if hierarchical")
-    reduce_across_codec: str = Field(default="none", description="codec between nodes with the hierarchical path (qgZ)")
+    reduce_codec: Codec = Field(default="none", description="codec of gradients (qgZ), inside nodes if hierarchical")
+    reduce_across_codec: Codec = Field(default="none", description="codec between nodes on the hierarchical path (qgZ)")
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     checkpoint_blocks: Count | Literal["all", "auto"] = Field(
         default=0, description="the first blocks recompute their activations in backward; auto: as few as memory asks"
@@ -240,9 +242,11 @@ class DryRunConfig(Section):
     """Assumptions of a dry run; a run ignores them."""
 
     ranks: PositiveInt | None = Field(default=None, description="number of ranks; default: the launcher's")
-    memory: str = Field(default="", description="for checkpoint_blocks auto; default: nine tenths of what is free here")
-    inside: str = Field(default="", description="link between ranks of a node, such as 200gbit")
-    between: str = Field(default="", description="link of a node to the others, such as 1gbit,latency=50us")
+    memory: Annotated[str, checks(parse_bytes)] = Field(
+        default="", description="for checkpoint_blocks auto; default: 0.9 of what is free"
+    )
+    inside: Link = Field(default="", description="link between ranks of a node, such as 200gbit")
+    between: Link = Field(default="", description="link of a node to the others, such as 1gbit,latency=50us")
 
 
 class TrainConfig(Section):

@@ -6,7 +6,6 @@ from typing import Literal
 import torch
 
 from tightwire.comm.codec.codec import Codec, parse_codec
-from tightwire.training.config.optimizer import QuantizedOptions
 from tightwire.training.config.sharding import SHARDINGS, Sharding
 from tightwire.training.config.tree import PACKED, Prefetch, TrainConfig
 from tightwire.training.engine.flat_parameters import ENDS, Bucket
@@ -59,22 +58,12 @@ class EngineOptions:
 
 
 def engine_options(config: TrainConfig) -> EngineOptions:
-    """The engine's options of a run. Raises ValueError: there is no such codec, which only torch's importers can see."""
-    if isinstance(config.parallel.between, QuantizedOptions):
-        try:
-            parse_codec(config.parallel.between.reduce_codec)
-            parse_codec(config.parallel.between.gather_codec)
-        except ValueError as error:
-            raise ValueError(f"parallel.between: {error}") from None
     names = [name for name in EngineOptions.__dataclass_fields__ if name not in _OWN]
     blocks = config.parallel.checkpoint_blocks
-    try:
-        return EngineOptions(
-            sharding=SHARDINGS[config.parallel.sharding],
-            compute_dtype=getattr(torch, config.model.compute_dtype),
-            reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
-            checkpoint_blocks=blocks if isinstance(blocks, int) else {"all": 1 << 30, "auto": 0}[blocks],
-            **{name: getattr(config.parallel, name) for name in names},
-        )
-    except ValueError as error:
-        raise ValueError(f"parallel: {error}") from None
+    return EngineOptions(
+        sharding=SHARDINGS[config.parallel.sharding],
+        compute_dtype=getattr(torch, config.model.compute_dtype),
+        reduce_dtype=getattr(torch, config.parallel.reduce_dtype),
+        checkpoint_blocks=blocks if isinstance(blocks, int) else {"all": 1 << 30, "auto": 0}[blocks],
+        **{name: getattr(config.parallel, name) for name in names},
+    )

@@ -34,7 +34,7 @@ def dry_run(config: TrainConfig, environment: Mapping[str, str] = os.environ, en
     else:
         topology = Topology(0, given.ranks, num_nodes=config.parallel.nodes or 1)
     config.check_ranks(topology)
-    links = {key: _link(key, text) for key in ("inside", "between") if (text := getattr(given, key))}
+    links = {key: parse_link(text) for key in ("inside", "between") if (text := getattr(given, key))}
     options, llama = engine_options(config), config_of(config.model)
     check_sequences(config, llama)
     model = model_step(config, options, llama, topology, step=config.schedule.steps - 1)
@@ -165,10 +165,3 @@ def _rates(links: Mapping[str, Link], topology: Topology) -> Rates:
         inside_bytes_per_s=inside.bytes_per_s or math.inf,
         inside_round_s=inside.latency_s,
     )
-
-
-def _link(key: str, text: str) -> Link:
-    try:
-        return parse_link(text)
-    except ValueError as error:
-        raise ValueError(f"dry_run.{key}: {error}") from None

@@ -1,7 +1,10 @@
 """Refuses a run before torch is imported: ranks that do not fit, missing data, an unknown model, an unusable folder."""
 
 import os
+import pkgutil
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.errors import naming
@@ -25,6 +28,19 @@ def find_topology(environment: Mapping[str, str], nodes: int | None) -> Topology
         raise ValueError(f"parallel.nodes={nodes}: {error}") from None
 
 
+def find_function(name: str) -> Any:
+    """Raises ValueError: there is no such function of a reward."""
+    if "" not in sys.path:
+        sys.path.append("")  # modules of the folder that the run is started in
+    try:
+        found = pkgutil.resolve_name(name) if ":" in name else None
+    except (Exception, SystemExit) as error:  # noqa: BLE001, a module of the user's may raise anything
+        raise ValueError(f"rewards: {name} cannot be imported: {error!r}") from None
+    if not callable(found):
+        raise ValueError(f"rewards: {name} is neither a function, package.module:name, nor a reward model's folder")  # noqa: TRY004 - of a value in the configuration
+    return found
+
+
 def check_early(config: TrainConfig, topology: Topology) -> RunData:
     """The run's data, after all checks that need no torch. Raises ValueError: the run would fail its later checks."""
     config.check_ranks(topology)
@@ -33,6 +49,9 @@ def check_early(config: TrainConfig, topology: Topology) -> RunData:
         with naming(key):
             if name:
                 check_name(name)
+    for name in config.answers.rewards:
+        if not os.path.isdir(os.path.expanduser(name)):
+            find_function(name)
     data = RunData.find(config)
     data.check_documents()
     if topology.rank == 0:

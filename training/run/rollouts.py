@@ -5,9 +5,7 @@ no server.
 """
 
 import os
-import pkgutil
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -29,6 +27,7 @@ from tightwire.training.data.documents import DataError, RunData
 from tightwire.training.engine.engine import Engine
 from tightwire.training.log.run_log import EvaluationRecord
 from tightwire.training.ranks.groups import Control
+from tightwire.training.run.early_checks import find_function
 from tightwire.training.run.setup import Trained
 from tightwire.training.start.answers import Answer, Answers, OfAnswers, Ppo
 from tightwire.training.start.lora import actors
@@ -48,9 +47,7 @@ class Sampler(Protocol):
     def load(self, matrices: Mapping[str, Tensor]) -> None:
         """Use these matrices, by their names in the model, for the answers that begin from now on."""
 
-    def answer(
-        self, prompts: Asked, most_tokens: int, temperature: float = 1.0, top: int | None = None
-    ) -> list[Answer]:
+    def answer(self, prompts: Asked, most_tokens: int, temperature: float = 1, top: int | None = None) -> list[Answer]:
         """One answer to each (tokens, seed), drawn from the model's own probabilities, without limits. Collective.
 
         ``top``: keep so many of the most likely tokens at each place; None: the log-probability of each token. ModelError: scores are not finite.
@@ -77,15 +74,7 @@ def find_reward(name: str, device: torch.device) -> Reward:
     if ((folder := Path(os.path.expanduser(name))) / CONFIG_FILE).is_file():
         with naming(f"rewards: {name}", "it is damaged", OSError, LookupError, TypeError, ValueError, SafetensorError):
             return RewardModel.open(folder, device)
-    if "" not in sys.path:
-        sys.path.append("")  # modules of the folder that the run is started in
-    try:
-        found = pkgutil.resolve_name(name) if ":" in name else None
-    except (Exception, SystemExit) as error:  # noqa: BLE001, a module of the user's may raise anything
-        raise ValueError(f"rewards: {name} cannot be imported: {error!r}") from None
-    if not callable(found):
-        raise ValueError(f"rewards: {name} is neither a function, package.module:name, nor a reward model's folder")  # noqa: TRY004 - of a value in the configuration
-    return found  # pyright: ignore[reportReturnType]
+    return find_function(name)
 
 
 def rewards_of_answers(

@@ -53,7 +53,7 @@ class RooflineBench(Bench[RooflineOptions]):
     of_lab = True
     metrics = (Metric(name="seconds", unit="ms", scale=1e3),)
     columns = (Column("load", "name"), *_PART_COLUMNS[1:], _TOKENS)
-    failures = ((ModelError, 1), (ServerFailedError, 1), (LocalRankError, 1))
+    failures = ((ModelError, 2), (ServerFailedError, 1), (LocalRankError, 1))
 
     def measure(self) -> None:
         options = self.options

@@ -138,6 +138,8 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
         ValueError, match="dry_run.between: '50mbi' is not a link"
     ):  # of a wire that nothing goes over, too
         dry_run(make_config(tmp_path, "dry_run={ranks: 1, between: 50mbi}"), {})
+    with pytest.raises(ValueError, match="dry_run.memory: 'much' is not a size; write it as 2GiB"):
+        make_config(tmp_path, "dry_run.memory=much")  # of a run without checkpoint_blocks auto, too
 
 
 def test_frozen_weights_are_planned_with_their_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

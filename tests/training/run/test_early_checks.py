@@ -27,6 +27,22 @@ def test_a_run_that_cannot_start_is_refused(tmp_path: Path, override: str, words
         check_early(config, Topology(0, 1))
 
 
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("good", "rewards: good is neither a function, package.module:name, nor a reward model's folder"),
+        ("nosuch:good", "rewards: nosuch:good cannot be imported: ModuleNotFoundError"),
+        ("json:good", "rewards: json:good cannot be imported: AttributeError"),
+    ],
+)
+def test_rewards_that_do_not_exist_are_refused(tmp_path: Path, reward: str, words: str) -> None:
+    model = "model={start: 'random:llama-3.2-1b', shape: null, lora: {}}"
+    data = "data={kind: prompts, files: [example-prompts], sequence_tokens: 128}"
+    config = make_config(tmp_path, model, data, f"grpo.rewards=['{reward}']")
+    with pytest.raises(ValueError, match=words):
+        check_early(config, Topology(0, 1))
+
+
 def test_checkpoints_are_refused_without_resuming(tmp_path: Path) -> None:
     (tmp_path / "run" / "step-00000003").mkdir(parents=True)
     with pytest.raises(OtherRunError, match="has checkpoints .step-00000003. but checkpoint.resume is false"):

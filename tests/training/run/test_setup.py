@@ -24,7 +24,6 @@ from tightwire.training.start.model import build_model, config_of
         (["batch.sequences=9"], 2, 1, "cannot be divided over 2 ranks"),
         (["parallel.sharding=hybrid"], 2, 1, "hybrid needs several nodes, got one"),
         (["parallel.sharding=zero3", "parallel.between.kind=top-k"], 2, 1, "kind=top-k needs replicas"),
-        (["parallel.between={kind: quantized, reduce_codec: int99}"], 2, 1, "parallel.between: unknown codec 'int99'"),
         (["parallel.between.kind=top-k"], 1, 1, "kind=top-k needs replicas"),
         (
             ["parallel.sharding=zero3", "parallel.secondary=true"],
@@ -46,7 +45,9 @@ def test_configurations_that_do_not_fit_the_ranks_are_refused(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("parallel={sharding: zero3, gather_codec: int9}", "parallel: .*int9"),
+        ("parallel={sharding: zero3, gather_codec: int9}", "parallel.gather_codec: unknown codec 'int9'"),
+        ("parallel.frozen_codec=int9", "parallel.frozen_codec: unknown codec 'int9'"),
+        ("parallel.between={kind: quantized, reduce_codec: int99}", "between.reduce_codec: unknown codec 'int99'"),
         ("parallel.secondary=true", "parallel: .*needs sharding zero3"),
         ("parallel.reduce_across_codec=int4", "parallel: .*needs reduce_path hierarchical"),
     ],
