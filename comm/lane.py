@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tightwire.comm.ledger.ledger import Ledger
 
-Work = Callable[[], Tensor | None]
-
 
 class Pending:
+    """The work that a lane was given: its result, once there is one."""
+
     def __init__(self, ledger: Ledger) -> None:
         # Result, seconds in collectives, of it coding, and on CUDA the place in the lane's stream where it is ready.
         self.done: Future[tuple[Tensor | None, float, float, torch.cuda.Event | None]] = Future()
@@ -63,7 +63,7 @@ class Lane:
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, work: Work) -> Pending:
+    def start(self, work: Callable[[], Tensor | None]) -> Pending:
         """Run ``work`` after all earlier work; on CUDA also after everything the caller has queued on its stream."""
         pending, inference = Pending(self._ledger), torch.is_inference_mode_enabled()
         with self._changed:
@@ -106,7 +106,7 @@ class Lane:
                 given()
                 del given  # and with it the tensors of the work
 
-    def _do(self, work: Work, pending: Pending, *, inference: bool) -> None:
+    def _do(self, work: Callable[[], Tensor | None], pending: Pending, *, inference: bool) -> None:
         if self._failure is not None:  # the group is unusable: this work would wait for its deadline
             pending.done.set_exception(self._failure)
             return

@@ -38,9 +38,9 @@ def linear(
     ``spec.packed_int8``.
 
     Args:
-        num_decode_rows: on a GPU, the number of decode rows, which come first, one or a few at a time; for these packed
-            weights are unpacked in registers. The rest are prefill rows, many at a time, for which they are unpacked in
-            memory. A row's kernel must depend on its kind and not on the number of rows in the batch. By default all are.
+        num_decode_rows: on a GPU, the number of decode rows, which come first; the others are prefill rows. By default all are
+            decode rows. Packed weights are unpacked in registers for decode rows, which are few, and in memory for prefill
+            rows. So a row's kernel depends on its kind, and not on the number of rows in the batch.
         out_dtype: float32 keeps the sums as they are.
     Raises:
         ValueError: on CPU, shapes or dtypes that do not match, or rows that are not contiguous.

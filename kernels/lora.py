@@ -23,6 +23,6 @@ def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, ro
     if x_TD.is_cuda:  # imported on first use: a CPU host need not have Triton
         from tightwire.kernels.cuda import lora as triton
 
-        triton.add_adapters(out_TO, x_TD, site, layer, rows.slots_T)
+        triton.add_adapters(out_TO, x_TD, site, layer, rows.entries_T)
     else:
         (add_adapters_cpu if available() else add_adapters_reference)(out_TO, x_TD, site, layer, rows)

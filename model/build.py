@@ -39,7 +39,7 @@ Source = CheckpointReader | Prepared | LayerFiles  # of weights
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """One rank's groups."""
+    """The groups that one rank is in."""
 
     replica: Group  # the ranks that the model is split over
     routes: Routes | None = None  # their AllReduces; None for a replica of one rank

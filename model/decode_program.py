@@ -125,13 +125,12 @@ class DecodeProgram:
             self._adapted, program.num_adapter_runs = None, 0
         return self
 
-    def _begin_adapters(self, slots_T: Tensor) -> None:
-        """Set the adapters of this step's rows."""
+    def _begin_adapters(self, entries_T: Tensor) -> None:
         assert self._adapters is not None, "a step with adapters, and none were loaded"
-        program, rows = self._program, AdapterRows.of(slots_T)
+        program, rows = self._program, AdapterRows.of(entries_T)
         assert rows.runs_S3 is not None, "the rows' entries are on the host"
         sites = [native_site(self._adapters.sites[name]) for name in SITES]
-        shrunk_TR = torch.empty(len(slots_T), max(site.most_width for site in sites))
+        shrunk_TR = torch.empty(len(entries_T), max(site.most_width for site in sites))
         self._adapted = rows, shrunk_TR
         program.num_adapter_runs = len(rows.runs_S3)
         program.adapter_runs = ffi.cast("tw_adapter_run *", rows.runs_S3.data_ptr())

@@ -142,7 +142,7 @@ class Llama:
         dropped = attention_sums and attention_sums.keep_dropped(update_TD, layers.residual_TD, batch.num_decode_rows)
         partial_TD = layers.mlp(index, update_TD if dropped is None else dropped.update_TD)
         if dropped is not None:
-            dropped.put_back(layers.residual_TD, partial_TD)
+            dropped.restore(layers.residual_TD, partial_TD)
         return (yield self._sum(partial_TD, mlp_sums, batch, feedback))
 
     def _sum(self, partial_TD: Tensor, sums: RowSums | None, batch: Batch, feedback: Feedback) -> Collective:
@@ -155,7 +155,7 @@ class Llama:
         known = [sums for layer in self._sums[batch.policy][span.start : span.stop] for sums in layer if sums]
         if not known:
             return partial(program.run_layers, span, update_TD)
-        kernel_sums = self.parallel.sums_in_kernel({row_sums.generated for row_sums in known}, program.residual_TD)
+        kernel_sums = self.parallel.sums_in_kernel({row_sums.decode for row_sums in known}, program.residual_TD)
         if kernel_sums is None:
             return None
         return partial(program.run_and_sum, span, update_TD, kernel_sums, [row_sums.label for row_sums in known])

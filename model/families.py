@@ -188,7 +188,6 @@ SUPPORTED = ", ".join(family.names.name for family in FAMILIES)
 
 
 def family_named(name: str) -> Family:
-    """Return the entry with this name."""
     return next(family for family in FAMILIES if family.names.name == name)
 
 

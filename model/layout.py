@@ -104,9 +104,9 @@ def stage_model(config: LlamaConfig, layers: range) -> LlamaConfig:
 def _split_heads(config: LlamaConfig, shares: list[float], unit: int) -> list[tuple[range, range]]:
     """Return each rank's query heads and KV heads, both contiguous and in rank order.
 
-    No rank gets more KV heads than in a split by whole groups, because the rank with the most limits the cache length;
-    one or two more where superblocks allow no other cut. Then counts, in this order: least work for the slowest rank, fewest duplicated KV heads, most even number of query
-    heads; ties go to lower ranks.
+    The rank with the most KV heads limits the cache length, so no rank gets more than in a split by whole groups; where
+    superblocks allow no such cut, one or two more. Among these splits the best has, in this order: the least work for the
+    slowest rank, the fewest duplicated KV heads, the most even numbers of query heads. Ties go to lower ranks.
     """
     heads = range(config.num_heads + 1)
     whole = [head for head in heads if head % config.heads_per_kv_head == 0]

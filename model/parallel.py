@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import Codec, Feedback, as_bytes
+from tightwire.comm.codec.codec import Codec, Feedback
 from tightwire.comm.collectives.all_gather import all_gather
 from tightwire.comm.collectives.deliver import deliver
 from tightwire.comm.collectives.one_rank import broadcast, gather_to_root
@@ -40,13 +40,13 @@ class RowSums:
     """
 
     label: str  # matrix and layer, for the ledger's trace
-    prompt: AllReduce | None
-    generated: AllReduce | None
+    prefill: AllReduce | None
+    decode: AllReduce | None
 
     def keep_dropped(self, update_TD: Tensor, residual_TD: Tensor, num_decode_rows: int) -> "DroppedSum | None":
         """Return the rows of attention's update that were not summed; None if all were. Decode rows come first."""
-        start = 0 if self.generated is None else num_decode_rows
-        stop = len(update_TD) if self.prompt is None else num_decode_rows
+        start = 0 if self.decode is None else num_decode_rows
+        stop = len(update_TD) if self.prefill is None else num_decode_rows
         return None if start >= stop else DroppedSum(slice(start, stop), update_TD, residual_TD)
 
 
@@ -61,8 +61,8 @@ class DroppedSum:
         self.update_TD = update_TD.clone()  # the MLP overwrites its buffer
         self._rows, self._residual_RD = rows, residual_TD[rows].clone()
 
-    def put_back(self, residual_TD: Tensor, partial_TD: Tensor) -> None:
-        """Call after the MLP: restore the residual's rows, and add this rank's part to ``partial_TD``."""
+    def restore(self, residual_TD: Tensor, partial_TD: Tensor) -> None:
+        """After the MLP: restore the residual's rows, and add this rank's part to ``partial_TD``."""
         residual_TD[self._rows] = self._residual_RD
         partial_TD[self._rows] += self.update_TD[self._rows]
 
@@ -134,12 +134,12 @@ class TensorParallel:
         if sums is None:
             return partial_TD
         if num_decode_rows == len(partial_TD):
-            return self._sum(sums.generated, partial_TD, "decode", sums.label, feedback)
-        if num_decode_rows == 0 or sums.prompt is sums.generated:
-            return self._sum(sums.prompt, partial_TD, "prefill", sums.label, feedback)
-        generated_TD = self._sum(sums.generated, partial_TD[:num_decode_rows], "decode", sums.label, feedback)
-        prompt_TD = self._sum(sums.prompt, partial_TD[num_decode_rows:], "prefill", sums.label, feedback)
-        return torch.cat([generated_TD, prompt_TD])
+            return self._sum(sums.decode, partial_TD, "decode", sums.label, feedback)
+        if num_decode_rows == 0 or sums.prefill is sums.decode:
+            return self._sum(sums.prefill, partial_TD, "prefill", sums.label, feedback)
+        decode_TD = self._sum(sums.decode, partial_TD[:num_decode_rows], "decode", sums.label, feedback)
+        prefill_TD = self._sum(sums.prefill, partial_TD[num_decode_rows:], "prefill", sums.label, feedback)
+        return torch.cat([decode_TD, prefill_TD])
 
     def sum_small(self, x: Tensor, site: str, phase: str) -> Tensor:
         """Return the exact sum of all ranks' small tensors, in the ranks' order. Cost: W - 1 times its bytes a rank."""
@@ -153,13 +153,13 @@ class TensorParallel:
         message_TD = partial_TD.to(self.sum_dtype or partial_TD.dtype)
         return all_reduce(message_TD, phase, label, feedback).to(partial_TD.dtype)
 
-    def sums_in_kernel(self, generated: Iterable[AllReduce | None], rows_TD: Tensor) -> KernelSums | None:
+    def sums_in_kernel(self, all_reduces: Iterable[AllReduce | None], rows_TD: Tensor) -> KernelSums | None:
         """Return the arguments for these sums of ``rows_TD`` inside one kernel; None if one of them is not possible."""
         if self.sum_dtype not in (None, rows_TD.dtype):
             return None
         found = {
             None if all_reduce is None else kernel_sums(all_reduce, rows_TD.numel(), rows_TD.element_size())
-            for all_reduce in generated
+            for all_reduce in all_reduces
         }
         return found.pop() if len(found) == 1 else None
 
@@ -190,7 +190,7 @@ class ChoiceGather:
         nothing = torch.empty(0, dtype=torch.int64, device=self._world.device)
         own = results if results is not None and is_first else nothing
         start_s = time.perf_counter()
-        received = gather_to_root(self._world, as_bytes(own), num_bytes, phase=phase, site="logits")
+        received = gather_to_root(self._world, own.view(torch.uint8), num_bytes, phase=phase, site="logits")
         self.waited_s += time.perf_counter() - start_s
         return None if received is None else torch.cat(received).view(torch.int64)
 
@@ -212,7 +212,11 @@ class SideWire:
         sizes = [_INT64_BYTES * num if (self.group.rank, rank) == (0, last) else 0 for rank in ranks]
 
         def move() -> Tensor:
-            own = torch.empty(0, dtype=torch.uint8) if results is None else as_bytes(results.to(self.group.device))
+            own = (
+                torch.empty(0, dtype=torch.uint8)
+                if results is None
+                else results.to(self.group.device).view(torch.uint8)
+            )
             parts = [own if rank == 0 else own[:0] for rank in ranks]
             received = deliver(self.group, "token-ids", parts, sizes, phase=phase, site=BOUNDARY)
             return torch.cat(received).view(torch.int64)

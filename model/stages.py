@@ -30,7 +30,6 @@ class StagePlan(msgspec.Struct, frozen=True):
         return range(*self.layers[stage])
 
     def stage_of(self, rank: int) -> int:
-        """Return the stage of a replica's ``rank``."""
         return rank // self.ranks_each
 
     def ranks_of(self, stage: int) -> range:

@@ -34,7 +34,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_decode_rows: int  # the first rows are generated tokens, the others prompt tokens
     logit_rows: bytes  # (R,) int32 rows of T whose logits choose or score a token; may be empty
     policy: int = 0  # index of the set of AllReduces for this step
-    adapters: bytes = b""  # (B,) int32, the slot of each sequence's adapter or -1; empty if no sequence has one
+    adapters: bytes = b""  # (B,) int32, the entry of each sequence's adapter or -1; empty if no sequence has one
     # Prompt rows pass the stages, one each step, and the rows of ``logit_rows`` after the decode rows are those of the
     # chunk that leaves the last stage in this step. False: all ranks compute all rows together.
     staged: bool = False
@@ -81,8 +81,8 @@ def make_plan(
 ) -> StepPlan:
     """Make a plan from arrays; ``ints`` unpacks the plan's bytes."""
     tokens, queries, contexts, tables = map(_packed, (token_ids, query_lens, context_lens, block_tables))
-    rows, slots = _packed(logit_rows), b"" if adapters is None else _packed(adapters)
-    given = index, tokens, queries, contexts, tables, num_decode_rows, rows, policy, slots
+    rows, entries = _packed(logit_rows), b"" if adapters is None else _packed(adapters)
+    given = index, tokens, queries, contexts, tables, num_decode_rows, rows, policy, entries
     return StepPlan(*given, staged, awaits, _packed(rewritten), sampling)
 
 
@@ -120,7 +120,7 @@ class StepArrays:
     context_lens_B: np.ndarray
     block_tables_LBM: np.ndarray
     num_decode_rows: int
-    adapters_T: np.ndarray | None = None  # the slot of each row's adapter or -1; None: no row has one
+    adapters_T: np.ndarray | None = None  # the entry of each row's adapter or -1; None: no row has one
 
     @classmethod
     def from_plan(cls, plan: StepPlan, block_size: int, groups: LayerGroups) -> Self:
@@ -208,7 +208,7 @@ class Batch:
     block_tables_LBM: "Tensor"
     num_decode_rows: int  # decode rows come first; the others are prompt rows
     policy: int = 0  # index of the set of AllReduces
-    adapters_T: "Tensor | None" = None  # the slot of each row's adapter or -1; None: no row has one
+    adapters_T: "Tensor | None" = None  # the entry of each row's adapter or -1; None: no row has one
     # The rows that are needed after the last layer, and how many of them are decode rows; None: all.
     needed: "tuple[Tensor, int] | None" = None
     hidden_TD: "Tensor | None" = None  # float32, of the stage before, or embedded; None: tokens are embedded

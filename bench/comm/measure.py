@@ -19,7 +19,7 @@ from tightwire.comm.all_reduce.make import make_all_reduce, parse_all_reduce
 from tightwire.comm.group.group import Group
 from tightwire.comm.policy.routes import SizedAllReduce
 from tightwire.comm.protocols import AllReduce
-from tightwire.comm.transport.emulated import WeightlessTransport
+from tightwire.comm.transport.emulated import AloneTransport
 
 _WARM_UP_ROUNDS = 2
 _MIN_ROUNDS = 3
@@ -66,7 +66,7 @@ def measure(group: Group, plan: MeasurePlan) -> Iterator[list[Outcome] | None]:
     """The outcomes of each size; in between None, as a sign of life."""
     torch.set_num_threads(plan.threads)
     arms = {name: plan.make(name, group) for name in plan.algorithms}
-    alone = replace(group, transport=WeightlessTransport(group.rank, group.world_size), nodes=None)
+    alone = replace(group, transport=AloneTransport(group.rank, group.world_size), nodes=None)
     computing = {
         name: make_all_reduce(name, alone)
         for name in plan.algorithms

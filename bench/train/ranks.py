@@ -19,7 +19,7 @@ from tightwire.comm.group.group import Group, batch_loop_threads
 from tightwire.comm.group.topology import Topology
 from tightwire.comm.link.emulated_network import WIRE
 from tightwire.comm.protocols import Transport
-from tightwire.comm.transport.emulated import WeightlessTransport
+from tightwire.comm.transport.emulated import AloneTransport
 from tightwire.training.ranks.groups import TrainGroups, open_train_groups
 
 _HEADER_BYTES = 14 + 20 + 32  # per packet, acknowledgements too: Ethernet, IPv4, TCP with timestamps
@@ -39,7 +39,7 @@ class DetachableTransport:
 
     def __init__(self, transport: Transport, switch: Switch) -> None:
         self._transport, self._switch = transport, switch
-        self._alone = WeightlessTransport(transport.rank, transport.world_size)
+        self._alone = AloneTransport(transport.rank, transport.world_size)
 
     @property
     def bytes_sent(self) -> int:

@@ -20,16 +20,16 @@ from tightwire.comm.group.legs import sum_in_two_legs, two_leg_bytes
 
 
 class FlashAllReduce(BaseAllReduce):
-    """encode slices, exchange, decode + sum + encode this rank's slice, gather, decode.
+    """Encode slices, exchange, decode + sum + encode this rank's slice, gather, decode.
 
     Cost: two rounds; ``two_leg_bytes`` for slices of ceil(n / N) elements rounded up to whole groups, about 2 (N-1)/N *
     n * b/8 with b bits an element. Exactness: one quantization in each leg. An element's result depends only on the
     ranks' numbers in its own group, so rows of whole groups do not depend on other rows of the message.
     """
 
-    def __init__(self, group: Group, reduce_codec: Codec, gather_codec: Codec, name: str | None = None) -> None:
+    def __init__(self, group: Group, reduce_codec: Codec, gather_codec: Codec, name: str) -> None:
         super().__init__(group)
-        self.name = name or f"flash:{reduce_codec.name},{gather_codec.name}"
+        self.name = name
         self._codecs = reduce_codec, gather_codec
         self.lossless = reduce_codec.exact and gather_codec.exact
         prepare_codecs(group.device, reduce_codec, gather_codec)

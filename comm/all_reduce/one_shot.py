@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import Setting, Work
 from tightwire.comm.all_reduce.names import NAMES
-from tightwire.comm.codec.codec import Carried, as_bytes, sum_in_rank_order
+from tightwire.comm.codec.codec import Carried, sum_in_rank_order
 from tightwire.comm.codec.error_bounds import rank_order_bound
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import KernelSums
@@ -32,7 +33,7 @@ class OneShotAllReduce(BaseAllReduce):
             self.in_kernel = fused.in_kernel
 
     def _reduce(self, x_N: Tensor, carried: Carried) -> Tensor:
-        return sum_in_rank_order([buf.view(x_N.dtype) for buf in self._transport.gather(as_bytes(x_N))])
+        return sum_in_rank_order([buf.view(x_N.dtype) for buf in self._transport.gather(x_N.view(torch.uint8))])
 
     def wire_bytes(self, num_elems: int, elem_bytes: int) -> int:
         return (self.world_size - 1) * num_elems * elem_bytes

@@ -12,7 +12,7 @@ from torch import Tensor
 from tightwire.comm.all_reduce.base import BaseAllReduce
 from tightwire.comm.all_reduce.entry import Setting, Work
 from tightwire.comm.all_reduce.names import NAMES
-from tightwire.comm.codec.codec import Carried, as_bytes, slice_lengths
+from tightwire.comm.codec.codec import Carried, slice_lengths
 from tightwire.comm.codec.error_bounds import rounded_hops_bound
 
 
@@ -34,12 +34,12 @@ class RingAllReduce(BaseAllReduce):
         partial = own[rank]
         for hop in range(1, num_ranks):
             index = (rank - hop) % num_ranks
-            received = shift(as_bytes(partial), lengths[index] * x_N.element_size())
+            received = shift(partial.view(torch.uint8), lengths[index] * x_N.element_size())
             partial = torch.add(received.view(x_N.dtype), own[index])
         slices = {(rank + 1) % num_ranks: partial}
         for hop in range(num_ranks - 1):
             index = (rank - hop) % num_ranks
-            partial = shift(as_bytes(partial), lengths[index] * x_N.element_size()).view(x_N.dtype)
+            partial = shift(partial.view(torch.uint8), lengths[index] * x_N.element_size()).view(x_N.dtype)
             slices[index] = partial
         return torch.cat([slices[index] for index in range(num_ranks)])
 

@@ -144,11 +144,6 @@ def slices_for(num_elems: int, num_slices: int, *codecs: Codec) -> list[int]:
     return slice_lengths(num_elems, num_slices, max(codec.group_elems for codec in codecs))
 
 
-def as_bytes(x_N: Tensor) -> Tensor:
-    """The memory of a contiguous one-dimensional tensor as uint8, without a copy."""
-    return x_N.view(torch.uint8)
-
-
 def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     """((part 0 + part 1) + part 2) + ... in fp32, rounded once to the parts' dtype. Always a new tensor."""
     if len(parts) == 1:
@@ -221,7 +216,7 @@ def sum_and_encode(
     if num_elems == 0:
         return bufs[0].new_empty(0)
     if codec.exact and out_codec.exact:
-        return as_bytes(sum_in_rank_order([buf.view(dtype) for buf in bufs]))
+        return sum_in_rank_order([buf.view(dtype) for buf in bufs]).view(torch.uint8)
     if codec.format is not None and out_codec.format is not None:
         return block_quant.decode_reduce_encode(
             list(bufs), codec.format, out_codec.format, num_elems, carried_M=carried_M

@@ -1,12 +1,13 @@
-"""All-gather: every rank gets all ranks' tensors. With a codec also qwZ, the quantized weights of ZeRO++ (arXiv 2306.10209).
+"""All-gather: every rank gets all ranks' tensors, unchanged.
 
-``sparse_all_gather`` gathers pairs of an index and a value, such as the sparse gradients of DGC (1712.01887).
+``sparse_all_gather`` gathers pairs of an index and a value, such as the sparse gradients of DGC (arXiv 1712.01887).
+``gather_shards`` gathers quantized weights.
 """
 
 import torch
 from torch import Tensor
 
-from tightwire.comm.codec.codec import NONE, Codec, as_bytes, check_summable
+from tightwire.comm.codec.codec import Codec, check_summable
 from tightwire.comm.group.group import Group
 from tightwire.comm.protocols import Moved
 
@@ -14,31 +15,16 @@ _INDEX_TYPES = (torch.int32, torch.int64)
 _COUNT_BYTES = 8
 
 
-def all_gather(group: Group, x: Tensor, codec: Codec = NONE, *, phase: str = "", site: str = "") -> list[Tensor]:
-    """The ranks' tensors in rank order; all have the shape and dtype of ``x``. Cost: ``all_gather_bytes``, one round.
+def all_gather(group: Group, x: Tensor, *, phase: str = "", site: str = "") -> list[Tensor]:
+    """The ranks' tensors in rank order; all have the shape and dtype of ``x``, which may be any.
 
-    Without a codec any dtype is allowed, and this rank's entry may share memory with ``x``. With a codec every entry,
-    this rank's too, is decoded from its encoding: all ranks hold the same bits. Raises TypeError for a dtype that
-    cannot be encoded.
+    This rank's entry may share memory with ``x``. Cost: (W-1) M; one round.
     """
-    if not codec.exact:
-        check_summable(x)
     if group.world_size == 1 or x.numel() == 0:
         return [x.contiguous() for _ in range(group.world_size)]
-    coding = group.ledger.coding_if(not codec.exact)
-    exact_bytes = None if codec.exact else all_gather_bytes(group.world_size, x.numel(), x.element_size())
-    with group.recorded("all_gather", codec.label, x.nbytes, exact_bytes, phase=phase, site=site):
-        flat_N = x.contiguous().view(-1)
-        with coding:
-            encoded = codec.encode(flat_N)
-        received = group.transport.gather(encoded)
-        with coding:
-            return [codec.decode(buf, flat_N.numel(), x.dtype).view(x.shape) for buf in received]
-
-
-def all_gather_bytes(world_size: int, num_elems: int, elem_bytes: int, codec: Codec = NONE) -> int:
-    """(W-1) c(n), where c is ``codec.wire_bytes``."""
-    return (world_size - 1) * codec.wire_bytes(num_elems, elem_bytes)
+    with group.recorded("all_gather", "direct", x.nbytes, phase=phase, site=site):
+        received = group.transport.gather(x.contiguous().view(-1).view(torch.uint8))
+        return [buf.view(x.dtype).view(x.shape) for buf in received]
 
 
 def all_gather_into(
@@ -84,8 +70,8 @@ def sparse_all_gather(group: Group, indices_K: Tensor, values_K: Tensor) -> list
     index_bytes, pair_bytes = indices_K.element_size(), indices_K.element_size() + values_K.element_size()
     with group.recorded("sparse_all_gather", "direct", indices_K.nbytes + values_K.nbytes):
         own_count = torch.tensor([indices_K.numel()], device=indices_K.device)
-        counts = [int(buf.view(torch.int64)) for buf in group.transport.gather(as_bytes(own_count))]
-        own = torch.cat([as_bytes(indices_K.contiguous()), as_bytes(values_K.contiguous())])
+        counts = [int(buf.view(torch.int64)) for buf in group.transport.gather(own_count.view(torch.uint8))]
+        own = torch.cat([part.contiguous().view(torch.uint8) for part in (indices_K, values_K)])
         received = [own] * len(counts)
         if any(counts):
             received = group.transport.gather(own, [count * pair_bytes for count in counts])

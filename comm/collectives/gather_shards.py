@@ -6,7 +6,7 @@ the first leg's result, a secondary copy of the weights, gather again without th
 partitioning, arXiv 2306.10209).
 
 Slices are equal: (N,) is W shards of N / W. Encoded bytes go to ``room``, (W c(N/W),) uint8 or more; in two legs exact ones
-do too. With c the codec's ``wire_bytes``, W ranks, K nodes and L ranks a node.
+do too. In costs c is the codec's ``wire_bytes``; there are W ranks, K nodes and L ranks a node.
 """
 
 from collections.abc import Sequence

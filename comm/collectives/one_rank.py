@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tightwire.comm.codec.codec import as_bytes
 from tightwire.comm.group.group import Group
 
 
@@ -21,7 +21,7 @@ def broadcast(group: Group, x: Tensor, root: int = 0, *, phase: str = "", site: 
     with group.recorded("broadcast", "direct", x.nbytes, phase=phase, site=site):
         own = x.contiguous() if group.rank == root else x.new_empty(0)
         sizes = [x.nbytes if rank == root else 0 for rank in range(group.world_size)]
-        return group.transport.gather(as_bytes(own.view(-1)), sizes)[root].view(x.dtype).view(x.shape)
+        return group.transport.gather(own.view(-1).view(torch.uint8), sizes)[root].view(x.dtype).view(x.shape)
 
 
 def gather_to_root(

@@ -27,7 +27,7 @@ def hierarchical_reduce_scatter(
     """This rank's slice, (``slices_for(...)[rank]``,), of the sum of the ranks' flattened tensors.
 
     Inside each node first: of N ranks on K nodes of L, (K-1)/K of a tensor leaves every node instead of L (K-1)/K. Each
-    leg quantizes each number once, with its own codec. Source: qgZ of ZeRO++ (arXiv 2306.10209, section 3.3).
+    leg quantizes each number once, with its own codec.
 
     1. Inside its node a rank sends each other rank the slices of all ranks with that rank's place on their node.
     2. Each rank adds what it received, in float32 in rank order. A ``none`` leg between nodes sends these sums in the

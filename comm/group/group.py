@@ -27,9 +27,7 @@ from tightwire.comm.transport.socket_join import SocketOptions, connect_ranks, i
 from tightwire.comm.transport.sockets import SocketTransport
 from tightwire.comm.transport.store_notes import FactExchange, FailureNotes
 
-_LOOPBACK = "127.0.0.1"
-# An address of a documentation network (RFC 5737). Connecting a UDP socket to it sends no packet.
-_ELSEWHERE = "192.0.2.1"
+_ELSEWHERE = "192.0.2.1"  # of a documentation network (RFC 5737), to which no packet is sent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,47 +145,54 @@ def open_process_group(
         raise ValueError(f"shared memory and sockets carry CPU tensors, got device {device}")
     if peer_blocks and device.type != "cuda":
         raise ValueError(f"peer memory is between GPUs, got device {device}")
-    ledger, rank, world_size, no_peer_memory = ledger or Ledger(), topology.rank, topology.world_size, ""
+    ledger, rank, world_size = ledger or Ledger(), topology.rank, topology.world_size
     shared: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": device, "timeout_s": timeout_s}
     if world_size == 1:
-        transport: Transport = InProcessTransport(ThreadExchange(1), 0, timeout_s=timeout_s)
-    else:
-        store = PrefixStore(f"tightwire/{name}", store)
-        join_s = timeout_s if join_timeout_s is None else join_timeout_s
-        joining = FactExchange(store, rank=rank, world_size=world_size, timeout_s=join_s, doing="join")
-        notes = FailureNotes(PrefixStore("notes", store), rank, world_size)
-        pair_store = PrefixStore("rendezvous", store)
-        make: Callable[..., ProcessGroupTransport]
-        try:
-            one_host = len(set(joining.share("host", host_identity().encode()))) == 1
-            if device.type == "cuda":
-                library, make = _make_nccl(topology, pair_store, timeout_s), NcclTransport
-            else:
-                address = _gloo_address(store, one_host, interface)
-                own, make = (sockets if segment_fd is None else None), GlooTransport
-                open_gloo = partial(_make_gloo, topology, pair_store, timeout_s, address)
-                if not one_host:  # in another thread, because gloo waits for the kernel's 130 s when a port is blocked
-                    open_gloo = partial(within, join_s, open_gloo, partial(_gloo_is_late, rank, join_s))
-                library = open_gloo() if own is None else open_gloo
-                if own is not None:
-                    host = address.get("hostname") or _address_on(address["interface"], store)
-                    make = partial(SocketTransport, *connect_ranks(joining, host, own, join_s), own)
-        except CommError as error:
-            if numbered is None:
-                raise
-            raise numbered(error) from error
-        except RuntimeError as error:
-            raise CommError(
-                f"rank {rank} of {world_size} could not connect to the others on {device}: {error}"
-            ) from error
-        transport = joined = make(library, notes, ledger=ledger, **shared)
-        joined.numbered = numbered or joined.numbered
-        joined.barrier()
-        if segment_fd is not None:
-            transport = SharedMemoryTransport(segment_fd, joined)
-        if peer_blocks:
-            no_peer_memory = add_peer_memory(joined, PrefixStore("peer-memory", store), peer_blocks)
+        return Group(transport=InProcessTransport(ThreadExchange(1), 0, timeout_s=timeout_s), ledger=ledger, **shared)
+    store = PrefixStore(f"tightwire/{name}", store)
+    join_s = timeout_s if join_timeout_s is None else join_timeout_s
+    joining = FactExchange(store, rank=rank, world_size=world_size, timeout_s=join_s, doing="join")
+    try:
+        own = sockets if segment_fd is None else None
+        make = _connect(joining, topology, store, device, timeout_s, interface, own)
+    except CommError as error:
+        if numbered is None:
+            raise
+        raise numbered(error) from error
+    except RuntimeError as error:
+        raise CommError(f"rank {rank} of {world_size} could not connect to the others on {device}: {error}") from error
+    notes = FailureNotes(PrefixStore("notes", store), rank, world_size)
+    transport = joined = make(notes, ledger=ledger, **shared)
+    joined.numbered = numbered or joined.numbered
+    joined.barrier()
+    if segment_fd is not None:
+        transport = SharedMemoryTransport(segment_fd, joined)
+    no_peer_memory = add_peer_memory(joined, PrefixStore("peer-memory", store), peer_blocks) if peer_blocks else ""
     return Group(transport=transport, ledger=ledger, no_peer_memory=no_peer_memory, **shared)
+
+
+def _connect(
+    joining: FactExchange,
+    topology: Topology,
+    store: Store,
+    device: torch.device,
+    timeout_s: float,
+    interface: str | None,
+    sockets: SocketOptions | None,
+) -> Callable[..., ProcessGroupTransport]:
+    """Connect the ranks, and return what makes their transport from the other arguments. Collective."""
+    one_host = len(set(joining.share("host", host_identity().encode()))) == 1
+    pair_store, join_s = PrefixStore("rendezvous", store), joining.timeout_s
+    if device.type == "cuda":
+        return partial(NcclTransport, _make_nccl(topology, pair_store, timeout_s))
+    address = _gloo_address(store, one_host, interface)
+    open_gloo = partial(_make_gloo, topology, pair_store, timeout_s, address)
+    if not one_host:  # in another thread, because gloo waits for the kernel's 130 s when a port is blocked
+        open_gloo = partial(within, join_s, open_gloo, partial(_gloo_is_late, joining.rank, join_s))
+    if sockets is None:
+        return partial(GlooTransport, open_gloo())
+    host = address.get("hostname") or _address_on(address["interface"], store)
+    return partial(SocketTransport, *connect_ranks(joining, host, sockets, join_s), sockets, open_gloo)
 
 
 def in_process_groups(world_size: int, timeout_s: float = 30.0, ledgers: Sequence[Ledger] | None = None) -> list[Group]:
@@ -202,10 +207,9 @@ def in_process_groups(world_size: int, timeout_s: float = 30.0, ledgers: Sequenc
 
 def _gloo_address(store: Store, one_host: bool, interface: str | None) -> dict[str, str]:
     """Return gloo's listen address. Gloo's default resolves the host name, which fails in some containers and laptops."""
-    interface = interface or os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface:
+    if interface := interface or os.environ.get("GLOO_SOCKET_IFNAME"):
         return {"interface": interface}
-    return {"hostname": _LOOPBACK if one_host else _own_address(store)}
+    return {"hostname": "127.0.0.1" if one_host else _own_address(store)}
 
 
 def _make_gloo(topology: Topology, store: Store, timeout_s: float, address: dict[str, str]) -> Any:

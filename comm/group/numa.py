@@ -73,15 +73,15 @@ def place_ranks(num_ranks: int, nodes: Sequence[NumaNode]) -> list[RankPlace] | 
     return None
 
 
-def bind_rank(rank: int, num_ranks: int, num_threads: int, *, numa: bool, root: Path = Path("/")) -> RankPlace:
+def bind_rank(rank: int, num_ranks: int, num_threads: int, *, numa: bool) -> RankPlace:
     """Bind this thread, and the threads it starts later, to the rank's cores and memory; return the place.
 
     Nothing is bound where the rank's cores are fewer than its threads, and under a CPU quota below the number of cores. Memory
     of one node is preferred, not required: a rank that needs more takes the rest from another node. Several nodes take turns.
     """
-    if num_cores(root) < len(os.sched_getaffinity(0)):
+    if num_cores() < len(os.sched_getaffinity(0)):
         return RankPlace()
-    nodes = read_numa_nodes(root) if numa else ()
+    nodes = read_numa_nodes() if numa else ()
     places = place_ranks(num_ranks, nodes) or place_ranks(num_ranks, ())
     place = RankPlace() if places is None else places[rank]
     if not place.cores or num_threads > len(place.cores):

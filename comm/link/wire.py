@@ -88,6 +88,8 @@ def network_facts(pairs: Sequence[PairFacts]) -> LinkFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wire:
+    """An open link, with what the processes on both sides of it need."""
+
     facts: LinkFacts
     nodes: tuple[EmulatedNode, ...] = ()  # the namespaces of the nodes' processes; () on the machine's own network
     throttle: Link | None = None  # the link to which each rank's transport is slowed down

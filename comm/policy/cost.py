@@ -53,6 +53,8 @@ LINK_COSTS: Mapping[tuple[str, str], LinkCost] = {
 
 
 class Prediction(NamedTuple):
+    """The time of one AllReduce, and how it is known."""
+
     us: float
     measured: bool  # interpolated from measurements on this host, not computed from seeds
 

@@ -52,6 +52,8 @@ class Point(Computing, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
+    """What was measured in one setting."""
+
     setting: Setting
     points: tuple[Point, ...]
     computing: tuple[Computing, ...]  # applies to any transport and link

@@ -1,4 +1,4 @@
-"""Transports that emulate a link in user space: a slower one on top of any transport, and one without any cost."""
+"""Transports that emulate a link in user space: a slower one on top of any transport, and one that sends nothing."""
 
 import os
 import time
@@ -81,8 +81,8 @@ def _wait_until(moment: float) -> None:
             os.sched_yield()
 
 
-class WeightlessTransport:
-    """A ``Transport`` of one rank alone; no other rank exists."""
+class AloneTransport:
+    """A ``Transport`` of one rank without others: it receives its own messages at once, so that only computing takes time."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size

@@ -13,6 +13,7 @@ CHUNK_BYTES = 4 << 20  # the largest part of a message in one turn
 
 
 def why_unusable() -> str | None:
+    """The reason why ranks cannot share memory here; None: they can."""
     if not available():
         return "its sums need the compiled CPU kernels, and torch's reference is in use (kernels: spec)"
     if not hasattr(os, "memfd_create"):

@@ -26,6 +26,7 @@ from tightwire.comm import errors
 from tightwire.comm.transport import wire_codec
 from tightwire.comm.transport.process_group import GlooTransport, TransferError
 from tightwire.comm.transport.socket_join import Peer, SocketOptions
+from tightwire.comm.transport.store_notes import FailureNotes
 
 _HEADER = struct.Struct("<IIQQ")
 HEADER_BYTES = _HEADER.size
@@ -49,19 +50,25 @@ def interface_bytes(payload_bytes: float, num_messages: float, num_frames: float
 
 
 class SocketTransport(GlooTransport):
-    """Messages over ``sockets``; ``native`` is still gloo's sum, and ``library`` begins with what opens gloo. The other arguments are those of ``GlooTransport``.
+    """Messages over ``sockets``; only the sum ``native`` is gloo's, which the first such sum opens.
 
     ``timeout_s`` limits the time without a byte; a dead link ends a call earlier, after ``SocketOptions.dead_s``.
     """
 
     def __init__(
-        self, sockets: dict[int, socket.socket], peers: Sequence[Peer], own: SocketOptions, *library: Any, **more: Any
+        self,
+        sockets: dict[int, socket.socket],
+        peers: Sequence[Peer],
+        options: SocketOptions,
+        open_gloo: Callable[[], Any],
+        notes: FailureNotes,
+        **more: Any,
     ) -> None:
-        """``own.codes``: long messages to ranks of other hosts are coded, which takes compiled kernels."""
-        super().__init__(*library, **more)
+        """``options.codes``: long messages to ranks of other hosts are coded, which takes compiled kernels."""
+        super().__init__(open_gloo, notes, **more)
         here = peers[self.rank].address
         self._connections = {
-            peer: _Connection(peer, at := peers[peer].address, sock, own.codes and at != here, own.dead_s)
+            peer: _Connection(peer, at := peers[peer].address, sock, options.codes and at != here, options.dead_s)
             for peer, sock in sockets.items()
         }
         self._num_here = sum(peer.shares_cores(peers[self.rank]) for peer in peers)

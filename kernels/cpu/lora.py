@@ -18,7 +18,7 @@ def add_adapters_cpu(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int
     runs_S3 = rows.runs_S3
     if runs_S3 is None or not len(runs_S3):
         return
-    check_adapters(out_TO, x_TD, site, rows.slots_T)
+    check_adapters(out_TO, x_TD, site, rows.entries_T)
     native = native_site(site)
     if not native.most_width:
         return
@@ -38,10 +38,10 @@ def add_adapters_cpu(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int
 def native_site(site: AdapterSite) -> Any:
     """Return the ``tw_adapter_site`` of these matrices, valid until a rank is set."""
     if site.native is None:
-        slots = ffi.new(f"tw_adapter[{len(site.ranks)}]")
-        for slot, rank in enumerate(site.ranks):
-            slots[slot] = (site.a_NX[slot].data_ptr(), site.b_NX[slot].data_ptr(), rank)
+        entries = ffi.new(f"tw_adapter[{len(site.ranks)}]")
+        for entry, rank in enumerate(site.ranks):
+            entries[entry] = (site.a_NX[entry].data_ptr(), site.b_NX[entry].data_ptr(), rank)
         most_width = site.num_parts * max(site.ranks)
         sizes = site.num_inputs, site.num_parts, site.part_stops, NUMBER_KIND[site.a_NX.dtype], most_width
-        site.native = struct("tw_adapter_site", (slots, *sizes)), slots  # both are kept alive
+        site.native = struct("tw_adapter_site", (entries, *sizes)), entries  # both are kept alive
     return site.native[0]

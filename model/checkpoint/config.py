@@ -109,7 +109,6 @@ class LlamaConfig:
 
     @property
     def entry(self) -> Family:
-        """The family's entry."""
         return family_named(self.family)
 
     @property

@@ -41,7 +41,6 @@ class PartitionCut:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that each rank keeps."""
         return self.part_bytes + self.num_bytes - self.tail_start
 
     @property

@@ -12,12 +12,7 @@ from torch import Tensor
 
 from tightwire.comm.codec.codec import SUMMABLE, parse_codec, slices_for
 from tightwire.comm.codec.error_bounds import quantized_sum_bound, quantized_total_bound
-from tightwire.comm.collectives.all_gather import (
-    all_gather,
-    all_gather_bytes,
-    sparse_all_gather,
-    sparse_all_gather_bytes,
-)
+from tightwire.comm.collectives.all_gather import all_gather, sparse_all_gather, sparse_all_gather_bytes
 from tightwire.comm.collectives.one_rank import broadcast, gather_to_root
 from tightwire.comm.collectives.reduce_scatter import reduce_scatter, reduce_scatter_bytes
 from tightwire.comm.group.group import Group, in_process_groups
@@ -45,7 +40,9 @@ def _gather_each_kind(group: Group) -> None:
             whole = torch.randint(0, 2, (group.world_size, *shape), generator=torch.Generator().manual_seed(1)).to(
                 dtype
             )
+            sent_before = group.bytes_sent
             received = all_gather(group, whole[group.rank])
+            assert group.bytes_sent - sent_before == (group.world_size - 1) * whole[0].nbytes
             assert len(received) == group.world_size
             assert all(torch.equal(got, want) for got, want in zip(received, whole, strict=True)), (dtype, shape)
 
@@ -58,23 +55,6 @@ def _gather_transposed(group: Group) -> None:
 
 def _digest(x: Tensor) -> str:
     return hashlib.sha256(x.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def _gather_encoded(group: Group) -> list[str]:
-    results = []
-    for name, num_elems, dtype in product(CODECS, (1, 127, 1029), SUMMABLE):
-        codec, inputs = parse_codec(name), _inputs(group.world_size, num_elems, dtype)
-        sent_before = group.bytes_sent
-        received = all_gather(group, inputs[group.rank], codec)
-        assert group.bytes_sent - sent_before == all_gather_bytes(
-            group.world_size, num_elems, inputs[0].element_size(), codec
-        )
-        for got, x_N in zip(received, inputs, strict=True):
-            assert got.dtype == dtype
-            bound = quantized_total_bound([x_N], x_N.float(), torch.zeros_like(x_N, dtype=torch.float64), codec)
-            assert ((got.double() - x_N.double()).abs() <= bound).all(), (name, num_elems, dtype)
-        results += map(_digest, received)
-    return results
 
 
 def _scatter(group: Group) -> list[str]:
@@ -161,7 +141,6 @@ def _counts(group: Group) -> None:
     x = torch.ones(128 * group.world_size, dtype=torch.bfloat16)
     int8 = parse_codec("int8")
     all_gather(group, x)
-    all_gather(group, x, int8)
     reduce_scatter(group, x)
     reduce_scatter(group, x, int8)
     broadcast(group, x, 1)
@@ -172,7 +151,6 @@ def _counts(group: Group) -> None:
     )
     assert list(mine) == [
         ("all_gather", "direct"),
-        ("all_gather", "int8"),
         ("reduce_scatter", "direct"),
         ("reduce_scatter", "int8"),
         ("broadcast", "direct"),
@@ -180,35 +158,34 @@ def _counts(group: Group) -> None:
     ]
     for op, exact_bytes in (("all_gather", others * x.nbytes), ("reduce_scatter", others * 256)):
         assert mine[op, "direct"].bytes_sent == mine[op, "direct"].exact_bytes == exact_bytes
-        assert mine[op, "int8"].exact_bytes == exact_bytes
-        assert mine[op, "int8"].bytes_sent == exact_bytes * 8.25 / 16
+    assert mine["reduce_scatter", "int8"].exact_bytes == others * 256
+    assert mine["reduce_scatter", "int8"].bytes_sent == others * 256 * 8.25 / 16
     assert group.ledger.current() is None
 
 
 @pytest.fixture(scope="module")
-def in_process() -> list[tuple[list[str], list[str]]]:
+def in_process() -> list[list[str]]:
     return run_in_process(3, _all)
 
 
-def test_every_collective_keeps_its_word(runner: Runner, in_process: list[tuple[list[str], list[str]]]) -> None:
+def test_every_collective_keeps_its_word(runner: Runner, in_process: list[list[str]]) -> None:
     """And results are the same bits over every transport."""
     assert runner.run(_all) == in_process
 
 
-def _all(group: Group) -> tuple[list[str], list[str]]:
-    """Check each collective; digests of what quantized ones gather, which all ranks have alike, and of this rank's sums."""
+def _all(group: Group) -> list[str]:
+    """Check each collective; return digests of this rank's sums."""
     _gather_each_kind(group)
     _gather_transposed(group)
     _broadcast(group)
     _gather_to_root(group)
     _sparse(group)
-    return _gather_encoded(group), _scatter(group)
+    return _scatter(group)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 5])
 def test_any_number_of_ranks(world_size: int) -> None:
-    first, *others = run_in_process(world_size, _all)
-    assert all(gathered == first[0] for gathered, _ in others)
+    run_in_process(world_size, _all)
 
 
 def test_counts_what_it_sends(runner: Runner) -> None:
@@ -217,9 +194,6 @@ def test_counts_what_it_sends(runner: Runner) -> None:
 
 def test_refuses_what_it_cannot_do() -> None:
     [group] = in_process_groups(1)
-    int8 = parse_codec("int8")
-    with pytest.raises(TypeError, match="got torch.int64; convert them first"):
-        all_gather(group, torch.arange(3), int8)
     with pytest.raises(TypeError, match="got torch.float64; convert them first"):
         reduce_scatter(group, torch.zeros(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="root must be 0 to 0, got 1"):

@@ -37,6 +37,8 @@ class RankFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of tightwire.json: the origin of a prepared folder, the formats of its weights, and its files."""
+
     model: str  # name of the original model
     dtype: Literal["float32", "bfloat16", "float16"]  # of plain numbers
     shares: tuple[float, ...] | None  # see --tp-split

@@ -13,7 +13,7 @@ from tightwire.comm.errors import PeerLostError
 from tightwire.comm.group.group import Group, in_process_groups
 from tightwire.comm.group.nodes import held_rate, throttle_group
 from tightwire.comm.link.link import parse_link
-from tightwire.comm.transport.emulated import ThrottledTransport, WeightlessTransport
+from tightwire.comm.transport.emulated import AloneTransport, ThrottledTransport
 
 pytestmark = pytest.mark.alone
 
@@ -125,7 +125,7 @@ def test_between_nodes_is_slow_and_inside_is_not() -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_an_all_reduce_adds_this_ranks_own_numbers(name: str, rank: int) -> None:
     group = in_process_groups(3)[rank]
-    alone = replace(group, transport=WeightlessTransport(rank, 3), nodes=None)
+    alone = replace(group, transport=AloneTransport(rank, 3), nodes=None)
     total = make_all_reduce(name, alone)(torch.ones(1000))
     assert total.shape == (1000,) and bool(total.isfinite().all()) and alone.bytes_sent == 0
     if name == "one-shot":
@@ -133,7 +133,7 @@ def test_an_all_reduce_adds_this_ranks_own_numbers(name: str, rank: int) -> None
 
 
 def test_transports_of_one_rank_share_its_link() -> None:
-    link, alone = parse_link("10MB/s"), WeightlessTransport(0, 2)
+    link, alone = parse_link("10MB/s"), AloneTransport(0, 2)
     first = ThrottledTransport(alone, link)
     second, buf = ThrottledTransport(alone, link, first), torch.zeros(NUM_BYTES, dtype=torch.uint8)
     start_s = time.perf_counter()
