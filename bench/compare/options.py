@@ -28,9 +28,7 @@ class CompareOptions(OutputOptions):
     description: ClassVar[str] = _DESCRIPTION
     a: Path = option(REQUIRED, "the result to compare with", flag="a", metavar="A.json")
     b: Path = option(REQUIRED, "the other result of the same bench", flag="b", metavar="B.json")
-    tolerance: float = option(
-        0.05, "accepted slowdown as a share of A, such as 5%", metavar="T", parse=_parse_share, least=0
-    )
+    tolerance: float = option(0.05, "accepted slowdown, such as 5%", metavar="T", parse=_parse_share, least=0)
     metrics: tuple[str, ...] = option(
         (),
         "compare only these metrics, and let each of them decide (default: all; the bench says which decide)",

@@ -11,6 +11,7 @@ from tightwire.server.cli.start import interrupts_end_at_once, refuse
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.parallel import MAX_RANKS
 from tightwire.server.config.serve import ServeConfig
+from tightwire.server.plan.setting import check_all_reduce_names
 from tightwire.sizes import parse_memory
 
 COMM_GROUPS = ("model", "parallel", "engine")
@@ -68,10 +69,11 @@ def explain(argv: Sequence[str]) -> int:
         if flag in (word.split("=")[0] for word in argv):
             parser.error(f"--hosts compares all layouts, with a rank on each host; leave {flag} out")
     with interrupts_end_at_once():
-        from tightwire.server.cli import explanation, planned_hosts
-
-        shown = {"network": "network" in args, "as_json": "json" in args}
         try:
+            check_all_reduce_names(config.parallel)
+            from tightwire.server.cli import explanation, planned_hosts
+
+            shown = {"network": "network" in args, "as_json": "json" in args}
             if planned.hosts:
                 planned_hosts.run(config, planned.hosts, planned.memory, planned.host_speed, **shown)
             else:

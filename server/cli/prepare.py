@@ -39,8 +39,6 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("model", metavar="MODEL", help="as for `serve`; with --check, the folder to check")
     parser.add_argument("out", nargs="?", default=None, type=Path, metavar="OUT", help="the folder to write")
     add_flags(parser, {name: fields_of(_GROUPS)[name] for name in _OPTIONS})
-    replaces = "replace an existing prepared folder once the new one is complete"
-    parser.add_argument("--force", action="store_true", help=replaces)
-    compares = "read a prepared folder and compare every checksum"
-    parser.add_argument("--check", action="store_true", default=False, help=compares)
+    parser.add_argument("--force", action="store_true", help="replace a prepared folder once the new one is complete")
+    parser.add_argument("--check", action="store_true", default=False, help="read a folder and compare every checksum")
     return parser

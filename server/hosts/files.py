@@ -118,8 +118,7 @@ async def _fetch(file: FileFacts, path: Path, ask: Ask, show: Callable[[int], No
                 show(offset)
                 piece = await ask(file.name, offset)
                 if not piece:
-                    shorter = f"{file.name} on node 0 has become shorter while it was copied"
-                    raise ModelError(f"{shorter}; start all hosts again")
+                    raise ModelError(f"{file.name} on node 0 became shorter while it was copied; start all hosts again")
                 await asyncio.to_thread(out.write, piece)
         if await _is_whole(part, file):
             part.replace(path)

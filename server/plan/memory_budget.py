@@ -165,8 +165,7 @@ def describe_offload(budget: MemoryBudget, inputs: MemoryInputs) -> tuple[str, .
     if inputs.device == "cuda" and inputs.options.cuda_graphs:
         lines.append("no CUDA graphs: the buffer that holds a layer's keys and values changes from step to step")
     if inputs.device == "cpu":
-        one = "on a CPU, host and device are one memory, so --kv-offload only costs time"
-        lines.append(f"warning: {one}; use it to test")
+        lines.append("warning: on a CPU, host and device are one memory, so --kv-offload costs time; use it to test")
     return tuple(lines)
 
 

@@ -21,6 +21,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("arguments", "message"),
     [
         (["--allreduce", "foo"], "--allreduce: unknown all-reduce 'foo'"),
+        (["explain", "--allreduce", "foo"], "tightwire explain: --allreduce: unknown all-reduce 'foo'"),
+        (["--speculation", "draft", "--draft-model", "no-such"], "--draft-model: no such model: 'no-such'"),
         (["--allreduce", "flash:int9,int4"], "unknown codec 'int9'"),
         (["--allreduce", "policy:/no/such"], "--allreduce: the policy file /no/such cannot be read"),
         (["--transport", "peer-memory", "--device", "cpu"], "--transport peer-memory connects GPUs"),
@@ -39,7 +41,8 @@ def test_what_the_options_alone_refuse_is_refused_before_torch_is_imported(argum
         "import sys; from tightwire.__main__ import main; sys.exit(main(sys.argv[1:]) + 10 * ('torch' in sys.modules))"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    command = [sys.executable, "-c", code, "serve", "--device", "cpu", *arguments]
+    verb, *arguments = arguments if arguments[0] == "explain" else ["serve", *arguments]
+    command = [sys.executable, "-c", code, verb, "--device", "cpu", *arguments]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
 
