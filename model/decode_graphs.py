@@ -16,8 +16,7 @@ from tightwire.comm.ledger.ledger import Ledger
 from tightwire.kernels.transfer import overwrite
 from tightwire.model.step import Batch, StepArrays, num_deferred
 
-# Of either form of a step; equal on all ranks, because a replay sums over them. The first replay is not timed.
-_TIMED_REPLAYS = 6
+_TIMED_REPLAYS = 6  # of each form, as many on all ranks, because a replay sums over them; the first is not timed
 _FASTER = 0.98  # of the other form's time: a text's bits depend on the form, so it should not change with each start
 Replay = Callable[[], Tensor]
 # Captures a function's work and returns one that replays it with the current contents of its tensors.

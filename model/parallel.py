@@ -212,11 +212,7 @@ class SideWire:
         sizes = [_INT64_BYTES * num if (self.group.rank, rank) == (0, last) else 0 for rank in ranks]
 
         def move() -> Tensor:
-            own = (
-                torch.empty(0, dtype=torch.uint8)
-                if results is None
-                else results.to(self.group.device).view(torch.uint8)
-            )
+            own = (torch.empty(0) if results is None else results.to(self.group.device)).view(torch.uint8)
             parts = [own if rank == 0 else own[:0] for rank in ranks]
             received = deliver(self.group, "token-ids", parts, sizes, phase=phase, site=BOUNDARY)
             return torch.cat(received).view(torch.int64)

@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 def check_name(model: str) -> None:
     """Raise ModelError unless this can be a known name, file, folder, repo id or ``random:SHAPE``. Imports no torch."""
-    if model and (model in CATALOG or has_copy(model)):
+    if model != "" and (model in CATALOG or has_copy(model)):
         return
     close = difflib.get_close_matches(model.lower(), CATALOG, n=1)
     meant = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(sorted(CATALOG))};"

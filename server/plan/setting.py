@@ -15,7 +15,6 @@ from tightwire.comm.transport.socket_join import read_secret
 from tightwire.cuda_devices import CudaDevice, cuda_devices
 from tightwire.kernels.cpu.library import available
 from tightwire.model.checkpoint.config import LlamaConfig, check_context, check_ranks
-from tightwire.model.checkpoint.errors import naming
 from tightwire.model.checkpoint.header import Sizes, check_name, read_sizes
 from tightwire.option import flag_of, naming
 from tightwire.server.config.parallel import CODED_DTYPE, POLICY_PREFIX, ParallelOptions
@@ -61,7 +60,7 @@ def decide_setting(config: ServeConfig, model: LlamaConfig, link: LinkFacts | No
 def refuse_wrong_model(config: ServeConfig) -> None:
     """Refuse, with a ValueError, an unknown model or AllReduce, and sizes that exceed those of the model's header."""
     check_name(config.model.model)
-    with naming("--draft-model"):
+    with naming("draft_model"):
         check_name(config.engine.draft_model or config.model.model)
     check_all_reduce_names(config.parallel)
     sizes = read_sizes(config.model.model)

@@ -127,7 +127,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(tmp_path: Path) 
             "data.sequence_tokens=8",
             "order of the data would differ: sequence_tokens is 16 in the checkpoint and 8 here",
         ),
-        ("optimizer.name=adam", "written with optimizer AdamW, but this run has Adam"),
+        ("optimizer.name=adam", "has optimizer AdamW, but this run has Adam"),
         ("checkpoint.resume=false", r"has checkpoints \(step-00000001\) but checkpoint.resume is false"),
     ):
         with pytest.raises(OtherRunError, match=words):
