@@ -432,7 +432,7 @@ def test_packed_products_take_few_instructions(name: str, most: float, tmp_path:
 def test_adapters(number: str, capability: int) -> None:
     from tightwire.kernels.cuda.lora import _expand, _shrink
 
-    pointers = {"slots": "*i32", "ranks": "*i32", "shrunk": "*fp32", "slot_stride": "i64"}
+    pointers = {"entries": "*i32", "ranks": "*i32", "shrunk": "*fp32", "entry_stride": "i64"}
     _ptx(_shrink, capability, {**pointers, "x": f"*{number}", "a": f"*{number}"}, {"NUM_PARTS": 3})
     pointers["b"] = f"*{number}"
     _ptx(_expand, capability, {**pointers, "out": "*fp32", "part_stops": ("i32",) * 3}, {})
