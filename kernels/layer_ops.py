@@ -77,9 +77,7 @@ def norm_linear(
         head_dim, dtype = rotation.k_cache_NKPE.shape[3], rotation.k_cache_NKPE.dtype
         if gelu is not None or dtype != weight_OD.dtype or len(weight_OD) % head_dim:
             given = f"{len(weight_OD)} of {weight_OD.dtype} and gelu={gelu}"
-            raise ValueError(
-                f"norm_linear rotates, without gates, outputs in heads of {head_dim} numbers of {dtype}; got {given}"
-            )
+            raise ValueError(f"norm_linear rotates, without gates, heads of {head_dim} numbers of {dtype}; got {given}")
         heads_1HE = torch.empty(1, len(weight_OD) // head_dim, head_dim, dtype=dtype, device="meta")
         check_rotation(heads_1HE, rotation, None)
         if not residual_1D.is_cuda:

@@ -32,10 +32,9 @@ def linear(
     that property in bfloat16 (but for a single row) and not in float32, and it wastes bandwidth when rows are few
     (1 to 16 rows: 1.6 to 1.8 times this kernel's time in bfloat16 on a Zen 5 core, 1.5 to 2.2 in float32).
 
-    Packed weights stay packed in memory. On CPU the result is that of the same numbers in float32, bit for bit, and rounded;
-    but when the CPU multiplies bfloat16 (AVX512-BF16, AMX) and x is bfloat16, the weights are rounded to it first. On a GPU they
-    are rounded to x's dtype for prefill rows, and not for decode rows. A format with ``int8_activations`` is multiplied as in
-    ``spec.packed_int8``.
+    Packed weights stay packed in memory. On CPU the result is that of the same numbers in float32, bit for bit, and rounded; but when the CPU multiplies
+    bfloat16 (AVX512-BF16, AMX) and x is bfloat16, the weights are rounded to it first. On a GPU they are rounded to x's dtype for prefill rows, and not for
+    decode rows. A format with ``int8_activations`` is multiplied as in ``spec.packed_int8``.
 
     Args:
         num_decode_rows: on a GPU, the number of decode rows, which come first; the others are prefill rows. By default all are

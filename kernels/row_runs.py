@@ -35,10 +35,8 @@ def copy_runs(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
     inside_R = (runs_R3 >= 0).all(1) & (source_R <= len(source_MX) - count_R) & (target_R <= len(target_NX) - count_R)
     if not inside_R.all():
         wrong = int(inside_R.logical_not().int().argmax())
-        raise ValueError(
-            f"run {wrong} is {runs_R3[wrong].tolist()} (source, target, count); "
-            f"there are {len(source_MX)} rows to copy from and {len(target_NX)} to copy to"
-        )
+        run = f"run {wrong} is {runs_R3[wrong].tolist()} (source, target, count)"
+        raise ValueError(f"{run}; there are {len(source_MX)} rows to copy from and {len(target_NX)} to copy to")
     if target_NX.is_cuda or source_MX.is_cuda or not available():
         copy_runs_reference(target_NX, source_MX, runs_R3)
     elif len(runs_R3):

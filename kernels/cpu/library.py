@@ -64,13 +64,10 @@ def _load() -> tuple[Any, str]:
 def _load_once() -> tuple[Any, str]:
     usable, asked = native_build.usable_levels(), os.environ.get("TIGHTWIRE_KERNELS", "")
     if asked not in ("", "sanitize", "spec", *usable):
-        raise ValueError(
-            f"TIGHTWIRE_KERNELS={asked}: this CPU has no such level; it has {', '.join([*usable, 'spec'])}"
-        )
+        raise ValueError(f"TIGHTWIRE_KERNELS={asked}: this CPU's levels are {', '.join([*usable, 'spec'])}")
     if not usable:
-        _log.warning(
-            "this CPU has no compiled kernels (x86 needs AVX2, FMA and F16C, ARM v8.2 with fp16); torch computes instead, slowly"
-        )
+        needs = "x86 needs AVX2, FMA and F16C, ARM v8.2 with fp16"
+        _log.warning("this CPU has no compiled kernels (%s); torch computes instead, slowly", needs)
     if asked == "spec" or not usable:
         return None, "spec"
     wanted = asked if asked in usable else usable[-1]

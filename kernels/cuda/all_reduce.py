@@ -9,11 +9,10 @@ Every process owns a *peer buffer*: the header of ``barrier``, two send buffers,
 Sums are float32 in the order of the processes, rounded once; an owner also decodes its own quantized sums. So all
 processes get the same bits, equal to those of the generic algorithms (comm/all_reduce).
 
-There is no wait at the end, because call n sends from buffer n % 2. Before kernel n + 2 writes that buffer again,
-kernel n + 1 has passed a barrier with the peers' kernels n + 1, which do nothing before their kernels n end. Likewise sums
-are written after the first barrier of a call, when the peers have finished the previous call. Therefore every block
-takes part in every call, even with nothing to do, and one stream runs all calls of a process. The device counts calls,
-so a captured CUDA graph can be replayed between other calls.
+There is no wait at the end, because call n sends from buffer n % 2. Before kernel n + 2 writes that buffer again, kernel n + 1 has passed a barrier with
+the peers' kernels n + 1, which do nothing before their kernels n end. Likewise sums are written after the first barrier of a call, when the peers have
+finished the previous call. Therefore every block takes part in every call, even with nothing to do, and one stream runs all calls of a process. The device
+counts calls, so a captured CUDA graph can be replayed between other calls.
 
 A block reads only what blocks with the same number wrote, in any process, and waits only for those. The buffers limit a
 launch's message; ``comm.transport.peer_memory`` cuts longer ones.

@@ -32,15 +32,11 @@ def paged_attention(
     (num_tokens, _, head_dim), num_decode_rows = q_THE.shape, sequences.num_decode_rows
     per_kv_head = form.groups_of(q_THE, k_cache_NKPE).heads_per_kv_head
     if head_dim > _MAX_HEAD_DIM or per_kv_head > _MAX_HEADS_PER_KV_HEAD:
-        raise ValueError(
-            f"attention on a GPU supports heads of at most {_MAX_HEAD_DIM} numbers and {_MAX_HEADS_PER_KV_HEAD} query heads "
-            f"per KV head, got {head_dim} and {per_kv_head}"
-        )
+        most = f"{_MAX_HEAD_DIM} numbers and {_MAX_HEADS_PER_KV_HEAD} query heads per KV head"
+        raise ValueError(f"attention on a GPU supports heads of at most {most}, got {head_dim} and {per_kv_head}")
     if not form.scale > 0 or not 0 <= num_decode_rows <= num_tokens:
-        raise ValueError(
-            f"attention on a GPU needs a scale above 0 and 0 to {num_tokens} decode rows; "
-            f"got {form.scale} and {num_decode_rows}"
-        )
+        needs = f"attention on a GPU needs a scale above 0 and 0 to {num_tokens} decode rows"
+        raise ValueError(f"{needs}; got {form.scale} and {num_decode_rows}")
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
     arguments = q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form, out_THE
     if num_decode_rows:

@@ -83,34 +83,25 @@ def check_attention(
             f"{tuple(v_cache.shape)}"
         )
     if q.dtype not in NUMBERS or k_cache.dtype not in (*NUMBERS, torch.int8) or v_cache.dtype != k_cache.dtype:
-        raise ValueError(
-            f"attention supports {', '.join(map(str, NUMBERS))}, for caches also torch.int8, the same for both; "
-            f"got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}"
-        )
+        needs = f"attention supports {', '.join(map(str, NUMBERS))}, for caches also torch.int8, the same for both"
+        raise ValueError(f"{needs}; got q {q.dtype}, caches {k_cache.dtype} and {v_cache.dtype}")
     if q.stride(2) != 1 or strides[1:] != (tokens_per_block * width, width, 1) or v_cache.stride() != strides:
-        raise ValueError(
-            "attention needs contiguous heads, contiguous cache blocks, and caches of the same layout; "
-            f"got strides q {q.stride()}, caches {strides} and {v_cache.stride()}"
-        )
+        needs = "attention needs contiguous heads, contiguous cache blocks, and caches of the same layout"
+        raise ValueError(f"{needs}; got strides q {q.stride()}, caches {strides} and {v_cache.stride()}")
     num_seqs = table.shape[0]
     if start.shape[0] != num_seqs + 1 or lens.shape[0] != num_seqs:
-        raise ValueError(
-            f"for {num_seqs} rows of the block table attention needs {num_seqs + 1} query starts and {num_seqs} "
-            f"context lengths; got {start.shape[0]} and {lens.shape[0]}"
-        )
+        needs = f"attention of {num_seqs} sequences needs {num_seqs + 1} query starts and {num_seqs} context lengths"
+        raise ValueError(f"{needs}; got {start.shape[0]} and {lens.shape[0]}")
     if arrivals is not None and arrivals.shape != (num_decode_rows, num_kv_heads):
-        raise ValueError(
-            f"attention counts arrivals in {(num_decode_rows, num_kv_heads)} int32, got {tuple(arrivals.shape)}"
-        )
+        wanted = (num_decode_rows, num_kv_heads)
+        raise ValueError(f"attention counts arrivals in {wanted} int32, got {tuple(arrivals.shape)}")
     if key_bias is not None:
         _check_key_bias(key_bias, num_kv_heads, head_dim, k_cache.dtype)
     indices = [each for each in sequences if isinstance(each, Tensor)]
     devices = {tensor.device for tensor in (q, k_cache, v_cache, *indices, *(key_bias or ()))}
     if len(devices) > 1 or any(index.dtype != torch.int32 or index.stride(-1) != 1 for index in indices):
-        raise ValueError(
-            "attention needs its index tensors in int32, contiguous, and all tensors on one device; got "
-            f"{', '.join(str(index.dtype) for index in indices)} on {', '.join(map(str, devices))}"
-        )
+        given = f"{', '.join(str(index.dtype) for index in indices)} on {', '.join(map(str, devices))}"
+        raise ValueError(f"attention needs index tensors in int32, contiguous, and one device for all; got {given}")
 
 
 def _check_key_bias(key_bias: KeyBias, num_kv_heads: int, head_dim: int, cache_dtype: torch.dtype) -> None:
@@ -119,10 +110,9 @@ def _check_key_bias(key_bias: KeyBias, num_kv_heads: int, head_dim: int, cache_d
     bias, cos, sin = key_bias
     fits = bias.shape == (num_kv_heads, head_dim) and cos.shape == sin.shape and 0 < 2 * cos.shape[1] <= head_dim
     if not fits or any(each.dtype != torch.float32 or not each.is_contiguous() for each in key_bias):
-        raise ValueError(
-            f"a bias of keys is ({num_kv_heads}, {head_dim}) with cosines and sines (S, {head_dim // 2} or less), contiguous "
-            f"float32; got {', '.join(f'{tuple(each.shape)} {each.dtype}' for each in key_bias)}"
-        )
+        needs = f"a bias of keys is ({num_kv_heads}, {head_dim}) with cosines and sines (S, {head_dim // 2} or less)"
+        given = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in key_bias)
+        raise ValueError(f"{needs}, contiguous float32; got {given}")
 
 
 def write_kv_reference(

@@ -12,8 +12,7 @@ numbers, on any device. That is possible because each step is one IEEE operation
     sum        of messages, to be encoded again: the sum of their zero - c * scale, then in list order plus each
                (level + c) * scale, exact as well. c is ``sum_offset``: a code plus 128 is made a float by setting bits
 
-Rounding outwards means that nothing is clipped: a number comes back within half a scale of itself
-(``block_bound`` has the exact bound).
+Rounding outwards means that nothing is clipped: a number comes back within half a scale of itself (``block_bound`` has the exact bound).
 
 Symmetric formats have no zero, levels from -L to L - 1, and scale = max|x| / L, negative where the largest size belongs to
 a positive number: that number has level -L, and one of the same size and the other sign loses up to a whole scale. Float8
@@ -216,19 +215,15 @@ def _as_bytes(bits: Tensor) -> Tensor:
 
 def check_numbers(x_N: Tensor, name: str, device: torch.device) -> None:
     if x_N.dtype not in _NUMBERS or x_N.dim() != 1 or not x_N.is_contiguous() or x_N.device != device:
-        raise ValueError(
-            f"{name} must be one-dimensional and contiguous, of {', '.join(map(str, _NUMBERS))}, on {device}; "
-            f"got {tuple(x_N.shape)} {x_N.dtype} with strides {x_N.stride()} on {x_N.device}"
-        )
+        needs = f"{name} must be one-dimensional and contiguous, of {', '.join(map(str, _NUMBERS))}, on {device}"
+        raise ValueError(f"{needs}; got {tuple(x_N.shape)} {x_N.dtype} with strides {x_N.stride()} on {x_N.device}")
 
 
 def check_message(buf: Tensor, fmt: BlockFormat, num_elems: int, device: torch.device) -> None:
     size = fmt.encoded_bytes(num_elems)
     if buf.dtype != torch.uint8 or buf.shape != (size,) or not buf.is_contiguous() or buf.device != device:
-        raise ValueError(
-            f"{num_elems} numbers in {fmt} are ({size},) torch.uint8, contiguous, on {device}; "
-            f"got {tuple(buf.shape)} {buf.dtype} with strides {buf.stride()} on {buf.device}"
-        )
+        needs = f"{num_elems} numbers in {fmt} are ({size},) torch.uint8, contiguous, on {device}"
+        raise ValueError(f"{needs}; got {tuple(buf.shape)} {buf.dtype} with strides {buf.stride()} on {buf.device}")
 
 
 def bytes_for(num_elems: int, fmt: BlockFormat, out: Tensor | None, device: torch.device) -> Tensor:
@@ -246,6 +241,4 @@ def check_carried(carried_M: Tensor | None, fmt: BlockFormat, num_elems: int, de
     check_numbers(carried_M, "carried_M", device)
     least = fmt.carried_elems(num_elems)
     if carried_M.dtype != torch.bfloat16 or len(carried_M) < least:
-        raise ValueError(
-            f"carried_M must be {least} numbers of bfloat16 or more, got {len(carried_M)} of {carried_M.dtype}"
-        )
+        raise ValueError(f"carried_M must be {least} bfloat16 or more, got {len(carried_M)} of {carried_M.dtype}")

@@ -173,10 +173,8 @@ def _check_head_norms(norms: HeadNorms, qkv: Tensor, num_heads: int, num_kv_head
     got = [tuple(weight.shape) for weight in (norms.q_norm, norms.k_norm)]
     dtypes = {norms.q_norm.dtype, norms.k_norm.dtype, qkv.dtype}
     if got != wanted or len(dtypes) > 1 or not all(weight.is_contiguous() for weight in norms[:2]):
-        raise ValueError(
-            f"norms of q and k need contiguous weights of {wanted[0][0]} and {wanted[1][0]} numbers in {qkv.dtype}; got "
-            f"{got[0]} {norms.q_norm.dtype} and {got[1]} {norms.k_norm.dtype}"
-        )
+        needs = f"norms of q and k need contiguous weights of {wanted[0][0]} and {wanted[1][0]} numbers in {qkv.dtype}"
+        raise ValueError(f"{needs}; got {got[0]} {norms.q_norm.dtype} and {got[1]} {norms.k_norm.dtype}")
     if squares_T2 is not None and (
         squares_T2.shape != (num_tokens, 2) or squares_T2.dtype != torch.float32 or not squares_T2.is_contiguous()
     ):
@@ -198,25 +196,19 @@ def check_add_norm(
 def check_norm(x: Tensor, residual: Tensor, weight: Tensor) -> None:
     """Raise ValueError unless these are tensors of ``rms_norm``, with x as the residual."""
     if residual.shape != x.shape or weight.shape != x.shape[1:] or x.stride(1) != 1 or residual.stride(1) != 1:
-        raise ValueError(
-            "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,); "
-            f"got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}"
-        )
+        needs = "rms_norm needs x and residual (T, D) with contiguous rows and weight (D,)"
+        raise ValueError(f"{needs}; got {tuple(x.shape)}, {tuple(residual.shape)} and {tuple(weight.shape)}")
     fits = weight.dtype in NUMBERS and x.dtype in (torch.float32, weight.dtype) and residual.dtype == x.dtype
     if not fits or weight.stride(0) != 1:
-        raise ValueError(
-            f"rms_norm needs weight in one of {_NAMES}, x and residual in that dtype or in torch.float32; "
-            f"got {weight.dtype}, {x.dtype} and {residual.dtype}"
-        )
+        needs = f"rms_norm needs weight in one of {_NAMES}, x and residual in that dtype or in torch.float32"
+        raise ValueError(f"{needs}; got {weight.dtype}, {x.dtype} and {residual.dtype}")
 
 
 def check_gates(gate_up: Tensor) -> None:
     """Raise ValueError unless this is the tensor of ``swiglu``."""
     if gate_up.shape[1] % 2 or gate_up.dtype not in NUMBERS or gate_up.stride(1) != 1:
-        raise ValueError(
-            f"swiglu needs (T, 2F) with contiguous rows in one of {_NAMES}; "
-            f"got {tuple(gate_up.shape)} {gate_up.dtype} with strides {gate_up.stride()}"
-        )
+        needs = f"swiglu needs (T, 2F) with contiguous rows in one of {_NAMES}"
+        raise ValueError(f"{needs}; got {tuple(gate_up.shape)} {gate_up.dtype} with strides {gate_up.stride()}")
 
 
 def check_linear(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
@@ -232,14 +224,10 @@ def check_linear(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
         or stored not in (x.dtype, *PACKED_FORMATS)
         or (bias is not None and bias.dtype != x.dtype)
     ):
-        raise ValueError(
-            f"linear needs x, weight (unless packed) and bias in one of {_NAMES}; "
-            f"got {x.dtype}, {stored} and {None if bias is None else bias.dtype}"
-        )
+        needs = f"linear needs x, weight (unless packed) and bias in one of {_NAMES}"
+        raise ValueError(f"{needs}; got {x.dtype}, {stored} and {None if bias is None else bias.dtype}")
     if weight.device != x.device or (bias is not None and bias.device != x.device):
-        raise ValueError(
-            f"linear needs x, weight and bias on one device; x is on {x.device}, the weight on {weight.device}"
-        )
+        raise ValueError(f"linear needs x, weight and bias on one device, got {x.device} and {weight.device}")
     strides = weight.blocks_OB.stride() if isinstance(weight, PackedMatrix) else weight.stride()
     if x.stride(1) != 1 or strides[1] != 1 or (bias is not None and bias.stride(0) != 1):
         raise ValueError(f"linear needs contiguous rows; got strides {x.stride()} and {strides}")

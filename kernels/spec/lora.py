@@ -129,9 +129,7 @@ def check_adapters(out: Tensor, x: Tensor, site: AdapterSite, entries: Tensor) -
     """Raise ValueError unless these are tensors of ``add_adapters``."""
     shapes = (len(entries), site.part_stops[-1]), (len(entries), site.num_inputs)
     if (out.shape, x.shape) != shapes or x.dtype != site.a_NX.dtype or out.dtype not in (x.dtype, torch.float32):
-        raise ValueError(
-            f"adapters need out {shapes[0]} and x {shapes[1]} in {site.a_NX.dtype}, out perhaps in torch.float32; "
-            f"got {tuple(out.shape)} {out.dtype} and {tuple(x.shape)} {x.dtype}"
-        )
+        needs = f"adapters need out {shapes[0]} and x {shapes[1]} in {site.a_NX.dtype}, out perhaps in torch.float32"
+        raise ValueError(f"{needs}; got {tuple(out.shape)} {out.dtype} and {tuple(x.shape)} {x.dtype}")
     if not (out.is_contiguous() and x.is_contiguous()):
         raise ValueError(f"adapters need contiguous out and x; got strides {out.stride()} and {x.stride()}")

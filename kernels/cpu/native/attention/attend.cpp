@@ -11,7 +11,7 @@
 //
 // With AVX512-BF16 bfloat16 is not widened: two numbers are multiplied and added at once, neighbours of a row for the
 // scores, and two keys that follow each other for the values. Scores are scaled after their product then, and p is
-// rounded to bfloat16 for step 3, as attention on GPUs does.
+// rounded to bfloat16 for step 3, as attention on GPUs does. Matrix units (AMX) take the same pairs, sixteen rows at a time.
 //
 // A row's bits depend on its own sequence alone: blocks of keys begin at position 0 and are whole (absent keys count as
 // zeros), every sum runs in order of position, and the shape of a tile changes no arithmetic. Chunks of a prompt, other
@@ -121,6 +121,7 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
     const int64_t num_heads = (behind_group < args.num_heads ? behind_group : args.num_heads) - first_head;
     const Rows rows = {tile.first_row, first_head, num_heads, tile.num_tokens * num_heads};
     const Buffers buffers = make_buffers(rows.num_rows, args.head_dim);
+    if constexpr (IN_PAIRS) set_units(rows.num_rows);
     with_kind(args.kind, [&]<class Number>(Number) { read_queries<Number, IN_PAIRS>(args, rows, buffers); });
 
     const int64_t num_keys = first_position + tile.num_tokens, num_before = first_position + 1 - args.window;
@@ -155,4 +156,5 @@ void tw_attend(const void *attend_args, int64_t start, int64_t stop) {
     const auto attend = in_pairs ? attend_tile<PAIRS> : attend_tile<false>;
     for (int64_t item = start; item < stop; item++)
         attend(args, ((const tw_tile *)args.tiles)[item / args.num_kv_heads], item % args.num_kv_heads);
+    if (in_pairs) set_units(0);
 }

@@ -53,14 +53,60 @@ void multiply_tiles(const Product &product) {
             multiply_tile<ROWS, FITTING, ACCUMULATE, IN_PAIRS>(product, row, column);
 }
 
-constexpr int TALL = WIDE ? 4 : 6;  // rows of the tallest tile; a and c have rows up to a multiple of it
+#if defined(__AMX_BF16__)
+constexpr int TALL = 16;  // rows of the tallest tile; a and c have rows up to a multiple of it
+
+// Sets the matrix units up for `num_rows`, sixteen at a time: two tiles of sums, one of a, two of b. 0: they are used no more.
+INLINE void set_units(int64_t num_rows) {
+    alignas(64) uint8_t shapes[64] = {num_rows > 0};  // of tiles: bytes of a row from 16 on, rows from 48 on
+    for (int tile = 0; tile < 5; tile++)
+        shapes[16 + 2 * tile] = 64, shapes[48 + tile] = tile > 2 || num_rows > TALL ? TALL : num_rows;
+    _tile_loadconfig(shapes);
+}
+
+// The product of sixteen or more columns in pairs, sixteen pairs of depth at a time.
+template <int COLUMNS, bool ACCUMULATE>
+void multiply_in_units(const Product &product) {
+    const int64_t c_bytes = 4 * product.c_stride, b_bytes = 4 * product.b_stride;
+    constexpr bool BOTH = COLUMNS > LANES;
+    for (int64_t row = 0; ACCUMULATE && row < product.num_rows; row++)
+        UNROLL_FOR (int at = 0; at < COLUMNS; at += LANES) {
+            float *c = product.c + row * product.c_stride + at;
+            store(c, load(c) * splat(product.factors[row]));
+        }
+    for (int64_t row = 0; row < product.num_rows; row += TALL)
+        UNROLL_FOR (int column = 0; column < COLUMNS; column += 2 * LANES) {
+            float *c = product.c + row * product.c_stride + column;
+            const float *a = product.a + row * product.a_stride, *b = product.b + column;
+            _tile_zero(0);
+            _tile_zero(1);
+            if constexpr (ACCUMULATE) _tile_loadd(0, c, c_bytes);
+            if constexpr (ACCUMULATE && BOTH) _tile_loadd(1, c + LANES, c_bytes);
+            for (int64_t k = 0; k < product.depth; k += LANES, b += LANES * product.b_stride) {
+                _tile_loadd(2, a + k, 4 * product.a_stride);
+                _tile_loadd(3, b, b_bytes);
+                _tile_dpbf16ps(0, 2, 3);
+                if constexpr (BOTH) _tile_loadd(4, b + LANES, b_bytes);
+                if constexpr (BOTH) _tile_dpbf16ps(1, 2, 4);
+            }
+            _tile_stored(0, c, c_bytes);
+            if constexpr (BOTH) _tile_stored(1, c + LANES, c_bytes);
+        }
+}
+#else
+constexpr int TALL = WIDE ? 4 : 6;
+INLINE void set_units(int64_t) {}
+#endif
 
 // The product of COLUMNS columns, in tiles whose sums fit the registers: 32 of 16 floats, or 16 of 8.
 template <int COLUMNS, bool ACCUMULATE, bool IN_PAIRS>
 void multiply(const Product &product) {
+#if defined(__AMX_BF16__)
+    if (IN_PAIRS && product.depth % LANES == 0) return multiply_in_units<COLUMNS, ACCUMULATE>(product);
+#endif
     if (product.num_rows == 1) return multiply_tiles<1, 4, COLUMNS, ACCUMULATE, IN_PAIRS>(product);
     if (product.num_rows == 2) return multiply_tiles<2, WIDE ? 4 : 2, COLUMNS, ACCUMULATE, IN_PAIRS>(product);
     if (product.num_rows <= 4) return multiply_tiles<4, WIDE ? 4 : 1, COLUMNS, ACCUMULATE, IN_PAIRS>(product);
-    multiply_tiles<TALL, WIDE ? 4 : 1, COLUMNS, ACCUMULATE, IN_PAIRS>(product);
+    multiply_tiles<WIDE ? 4 : 6, WIDE ? 4 : 1, COLUMNS, ACCUMULATE, IN_PAIRS>(product);
 }
 }  // namespace
