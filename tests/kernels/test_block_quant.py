@@ -94,7 +94,7 @@ def test_what_encoding_loses_is_carried(fmt: BlockFormat) -> None:
             got = block_quant.decode_reduce_encode(some, fmt, out_fmt, num_elems, None, out_carried_M)
             assert torch.equal(got, want)
             assert torch.equal(out_carried_M, want_out_M)
-    message = f"carried_M must be {fmt.carried_elems(77)} numbers of bfloat16 or more, got 1 of"
+    message = f"carried_M must be {fmt.carried_elems(77)} bfloat16 or more, got 1 of"
     with pytest.raises(ValueError, match=message):
         block_quant.encode(torch.zeros(77), fmt, None, torch.zeros(1, dtype=torch.bfloat16))
 

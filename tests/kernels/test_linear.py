@@ -138,7 +138,7 @@ def test_four_threads_may_call_at_once(num_threads: Callable[[int], None]) -> No
         (torch.zeros(2, 8), torch.zeros(3, 8), torch.zeros(3).half(), "and torch.float16"),
         (torch.zeros(2, 8).double(), torch.zeros(3, 8).double(), None, "torch.float16; got torch.float64"),
         (torch.zeros(8, 2).T, torch.zeros(3, 8), None, "contiguous rows"),
-        (torch.zeros(2, 8), torch.zeros(3, 8, device="meta"), None, "x is on cpu, the weight on meta"),
+        (torch.zeros(2, 8), torch.zeros(3, 8, device="meta"), None, "on one device, got cpu and meta"),
     ],
 )
 def test_arguments_that_do_not_match_are_refused(
