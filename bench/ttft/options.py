@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 
 from tightwire.bench.options import LAST_LINE, OutputOptions
 from tightwire.comm.all_reduce.names import describe_all_reduce_names, split_all_reduce_names, split_name
-from tightwire.option import flag_of, naming, option
+from tightwire.option import flag_of, naming_flag, option
 from tightwire.option_flags import add_flags, make_options
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
@@ -91,7 +91,7 @@ class TtftOptions(OutputOptions):
             if not Path(name.removeprefix(POLICY_PREFIX)).is_file():
                 raise ValueError(f"--algorithms {name}: no such file")
             return
-        with naming("algorithms"):
+        with naming_flag("algorithms"):
             split_name(name)
         if name.startswith("hierarchical") and max(self.nnodes, self.config.parallel.nodes) == 1:
             raise ValueError(f"--algorithms {name}: on one node this is two-shot; give --nodes, as --tp 4 --nodes 2")

@@ -8,7 +8,7 @@ from tightwire.comm.codec.codec_names import has_feedback, parse_format
 from tightwire.comm.link.link import parse_link
 from tightwire.comm.link.wire import EMULATIONS, USER_SPACE
 from tightwire.comm.policy.error_budget import ErrorBudget, parse_error_budget, parse_name_or_budget
-from tightwire.option import flag_of, naming, option, require, require_declared
+from tightwire.option import flag_of, naming_flag, option, require, require_declared
 
 MAX_RANKS = 64  # each rank imports torch before the model can say how many ranks it supports
 CODED_DTYPE = "coded-bfloat16"  # of sums: bfloat16, coded over sockets
@@ -130,7 +130,7 @@ class ParallelOptions:
             require(all(0 < share <= most < math.inf for share in shares), "tp_split", shares, want)
 
     def _check_stages(self) -> None:
-        with naming("stage_codec"):
+        with naming_flag("stage_codec"):
             parse_format(self.stage_codec)
         require(not has_feedback(self.stage_codec), "stage_codec", self.stage_codec, "a codec without -ef")
         staged, want = self.layout in ("hybrid", "pipeline"), "given with --layout hybrid or pipeline, whose stages"
@@ -196,7 +196,7 @@ class ParallelOptions:
         if self.link is None:
             require(self.link_emulation == "auto", "link_emulation", self.link_emulation, "given with --link")
             return
-        with naming("link"):
+        with naming_flag("link"):
             parse_link(self.link)
         want = "left out with --tp 1, because one rank sends nothing; give --tp 2 or more"
         require(self.tp > 1, "link", self.link, want)

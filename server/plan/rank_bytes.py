@@ -21,7 +21,7 @@ from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions
 
 # A process before its first tensor: interpreter and torch; with CUDA also the context and cuBLAS, on a CPU what choosing tokens
-# takes beside the logits (230 to 260 MiB, of which ranks share about 120 with the process that forked them).
+# takes beside the logits (within 3 % of the peaks in bench/RESULTS.md; ranks of a host share most of it).
 _RUNTIME_BYTES = {"cpu": 240 << 20, "cuda": 1 << 30}
 
 

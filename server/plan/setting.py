@@ -16,7 +16,7 @@ from tightwire.cuda_devices import CudaDevice, cuda_devices
 from tightwire.kernels.cpu.library import available
 from tightwire.model.checkpoint.config import LlamaConfig, check_context, check_ranks
 from tightwire.model.checkpoint.header import Sizes, check_name, read_sizes
-from tightwire.option import flag_of, naming
+from tightwire.option import flag_of, naming_flag
 from tightwire.server.config.parallel import CODED_DTYPE, POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 
@@ -60,7 +60,7 @@ def decide_setting(config: ServeConfig, model: LlamaConfig, link: LinkFacts | No
 def refuse_wrong_model(config: ServeConfig) -> None:
     """Refuse, with a ValueError, an unknown model or AllReduce, and sizes that exceed those of the model's header."""
     check_name(config.model.model)
-    with naming("draft_model"):
+    with naming_flag("draft_model"):
         check_name(config.engine.draft_model or config.model.model)
     check_all_reduce_names(config.parallel)
     sizes = read_sizes(config.model.model)
@@ -131,7 +131,7 @@ def check_all_reduce_names(options: ParallelOptions) -> None:
     """Refuse, with a ValueError, unknown AllReduce names and unreadable policy files."""
     named = [("allreduce", options.allreduce), ("allreduce_decode", options.allreduce_decode)]
     for field, name in [*named, *(("allreduce_extra", name) for name in options.allreduce_extra)]:
-        with naming(field):
+        with naming_flag(field):
             if isinstance(name, str) and name.startswith(POLICY_PREFIX) and field != "allreduce_decode":
                 read_policy_file(Path(name.removeprefix(POLICY_PREFIX)))
             elif isinstance(name, str):

@@ -77,7 +77,7 @@ def require(ok: bool, name: str, value: object, want: str) -> None:
 
 
 @contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
+def naming_flag(name: str) -> Iterator[None]:
     """Put the option's flag before the message of a ValueError."""
     try:
         yield

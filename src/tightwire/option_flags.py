@@ -134,9 +134,7 @@ def _metavar(field: Field[Any]) -> str | None:
 
 def _flag_type(field: Field[Any]) -> typing.Callable[[str], Any]:
     def from_text(text: str) -> Any:
-        if (
-            text is argparse.SUPPRESS
-        ):  # the default of a positional argument that is not given, which argparse converts too
+        if text is argparse.SUPPRESS:  # a positional argument is not given; argparse converts its default too
             return text
         try:
             return convert(field, text)

@@ -1,4 +1,4 @@
-"""Ends a child process when its parent dies, and a parent of several hosts that stays stopped; reads /proc of both.
+"""Ends a child process when its parent dies, hands it to another parent, and ends a parent of several hosts that stays stopped; reads /proc of both.
 
 Three functions say what the signals of terminals and service managers do: nothing in a child, a clean-up before they end a parent, and a note for
 what ends by itself.
