@@ -11,7 +11,13 @@ from tightwire.comm.link.link import parse_link
 
 def checks(parse: Callable[[str], object]) -> AfterValidator:
     """Refuses what ``parse`` refuses, and keeps the text; an empty one is not given."""
-    return AfterValidator(lambda text: (text and parse(text), text)[1])
+
+    def check(text: str) -> str:
+        if text:
+            parse(text)
+        return text
+
+    return AfterValidator(check)
 
 
 Codec = Annotated[str, checks(parse_format)]
