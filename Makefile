@@ -91,7 +91,7 @@ house:
 sanitize: $(installed_dev)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
 	  TIGHTWIRE_KERNELS=sanitize $(pytest) -n 2 --capture=sys tests/kernels/cpu tests/kernels/test_*.py \
-	  tests/model/test_decode_program_fuzz.py tests/suites/comm/test_shared_sums_fuzz.py \
+	  tests/model/test_layer_program_fuzz.py tests/suites/comm/test_shared_sums_fuzz.py \
 	  --ignore tests/kernels/cpu/test_library.py \
 	  -m "not gpu and not multi_gpu and not alone" -k "not interpreter" $(ARGS)
 

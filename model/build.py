@@ -164,7 +164,7 @@ def _make_stages(
     adapters = _make_adapters(own, part, options, device)
     if model.adapters is not None:
         model.adapters.beside = adapters
-    staged = Llama(own, parallel, loaded, cache, options.max_model_len, adapters)
+    staged = Llama(own, parallel, loaded, cache, options.max_model_len, adapters, has_program=False)
     return PromptStages(passage, layout, parts, staged, other_rows, model.cache)
 
 

@@ -29,8 +29,8 @@ def paged_attention_cpu(
     check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form)
     num_tokens, num_heads, head_dim = q_THE.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
-    tile_tokens = max(1, ROWS // groups.heads_per_kv_head)
-    tiles = cut_into_tiles(indices, num_tokens, tile_tokens, num_blocks, tokens_per_block)
+    of_tile = tile_tokens(groups.heads_per_kv_head)
+    tiles = cut_into_tiles(indices, num_tokens, of_tile, num_blocks, tokens_per_block)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype)
     places = addresses(out_THE, q_THE, k_cache_NKPE, v_cache_NKPE, *indices, tiles.tiles_W3)
     token_stride, head_stride, _ = q_THE.stride()
@@ -41,7 +41,7 @@ def paged_attention_cpu(
     scores = scale * LOG2_E, cap * LOG2_E, window
     bias = (0, 0, 0, 0) if key_bias is None else _key_bias(key_bias, context_lens_B)
     arguments = struct("tw_attend_args", (*places, *queries, *cache, *sizes, *scores, bias))
-    rows = min(tile_tokens, num_tokens) * groups.heads_per_kv_head
+    rows = min(of_tile, num_tokens) * groups.heads_per_kv_head
     multiplications = tiles.num_keys * num_kv_heads * head_dim * (8 + rows)
     num_items = tiles.num_tiles * num_kv_heads
     max_threads = min(num_items, 1 + multiplications // _WORK_PER_THREAD)
@@ -65,19 +65,24 @@ class Tiles(NamedTuple):
     num_keys: int  # that the tiles visit in all
 
 
+def tile_tokens(heads_per_kv_head: int) -> int:
+    """Return the most tokens of a tile."""
+    return max(1, ROWS // heads_per_kv_head)
+
+
 def cut_into_tiles(
-    indices: tuple[Tensor, Tensor, Tensor], num_tokens: int, tile_tokens: int, num_blocks: int, tokens_per_block: int
+    indices: tuple[Tensor, Tensor, Tensor], num_tokens: int, of_tile: int, num_blocks: int, tokens_per_block: int
 ) -> Tiles:
-    """Cut each sequence into tiles of at most ``tile_tokens``; raises ValueError for impossible lengths or blocks.
+    """Cut each sequence into tiles of at most ``of_tile`` tokens; raises ValueError for impossible lengths or blocks.
 
     ``indices`` are the tensors of ``PackedSequences``.
     """
     start, lens, table = indices
     num_seqs, max_blocks = table.shape
-    tiles_W3 = torch.empty(num_tokens // tile_tokens + num_seqs, 3, dtype=torch.int64)
+    tiles_W3 = torch.empty(num_tokens // of_tile + num_seqs, 3, dtype=torch.int64)
     places = addresses(*indices, tiles_W3)
     blocks = table.stride(0) * 4, max_blocks, num_blocks, tokens_per_block
-    plan: Any = struct("tw_plan_args", (*places, num_seqs, num_tokens, tile_tokens, *blocks))
+    plan: Any = struct("tw_plan_args", (*places, num_seqs, num_tokens, of_tile, *blocks))
     seq = lib.tw_plan_tiles(plan)  # the first that is impossible, or their number; else -1
     if seq == len(lens):
         raise ValueError(f"query starts go from {int(start[0])} to {int(start[-1])}, but q has rows 0 to {num_tokens}")

@@ -30,17 +30,18 @@ def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype
     kind, in_pairs = NUMBER_KIND[x_TD.dtype], x_TD.dtype == torch.bfloat16 and has_pairs()
     weight, weight_stride, weight_kind = matrix_integers(weight_OD)
     x_stride = x_TD.stride(0) * x_TD.element_size()
-    rows = struct("tw_rows_args", (0, x_TD.data_ptr(), x_stride, num_tokens, num_inputs, kind, weight_kind))
+    sizes = num_tokens, num_inputs, num_outputs
+    rows = struct("tw_rows_args", (0, x_TD.data_ptr(), x_stride, *sizes, kind, weight_kind))
     if num_bytes := lib.tw_prepared_bytes(rows):
         prepared = torch.empty(num_bytes, dtype=torch.uint8)
-        rows.out, x_stride = prepared.data_ptr(), num_bytes // max(1, num_tokens)
+        rows.out, x_stride = prepared.data_ptr(), lib.tw_prepared_stride(rows)
         run_on_rows("tw_prepare_rows", rows, -(-num_tokens // _ROWS_AT_ONCE), _ROWS_AT_ONCE * num_inputs)
     places = out_TO.data_ptr(), rows.out or rows.x, weight, *addresses(bias_O)
     sizes = x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs
     arguments = struct("tw_linear_args", (*places, *sizes, NUMBER_KIND[out_dtype], kind, in_pairs))
-    panel = lib.tw_panel()
-    max_threads = min(-(-num_outputs // panel), useful_threads(num_tokens, num_outputs * num_inputs))
-    run_on_items("tw_linear", arguments, num_outputs, panel, max_threads)
+    num_threads = min(torch.get_num_threads(), useful_threads(num_tokens, num_outputs * num_inputs))
+    at_once = lib.tw_outputs_at_once(arguments, num_threads)
+    run_on_items("tw_linear", arguments, num_outputs, at_once, min(num_threads, -(-num_outputs // at_once)))
     return out_TO
 
 

@@ -19,7 +19,7 @@ from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
 from tightwire.model.weights.formats import Fused, layer_tensors
 
-SITES = ("qkv", "attention_out", "gate_up", "down")  # fields of ``LayerWeights``; the order of ``tw_decode_program``
+SITES = ("qkv", "attention_out", "gate_up", "down")  # fields of ``LayerWeights``; the order of ``tw_layer_program``
 
 
 class AdapterRoom(NamedTuple):

@@ -30,11 +30,13 @@ def _assert_close(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(960, 576), (576, 1536), (100, 37), (65, 70), (3, 5), (1, 1)])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs"), [(960, 576), (576, 1536), (100, 37), (65, 70), (40, 301), (3, 5), (1, 1)]
+)
 def test_within_rounding_of_float64(dtype: torch.dtype, with_bias: bool, num_outputs: int, num_inputs: int) -> None:
     weight = _random(num_outputs, num_inputs, dtype=dtype)
     bias = _random(num_outputs, dtype=dtype, seed=1) if with_bias else None
-    for num_tokens in (1, 2, 3, 5, 70):
+    for num_tokens in (1, 2, 3, 5, 30, 70):
         x = _random(num_tokens, num_inputs, dtype=dtype, seed=2)
         got = linear(x, weight, bias)
         assert got.shape == (num_tokens, num_outputs) and got.dtype == dtype

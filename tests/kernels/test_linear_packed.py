@@ -73,16 +73,30 @@ def test_a_slice_of_rows_and_columns_is_read_without_a_copy() -> None:
         assert torch.equal(linear(x, part), linear(x, dequantize(weight, torch.float32)[10:70, elems : 4 * elems]))
 
 
-@pytest.mark.parametrize("num_inputs", [64, 1568, 14336])
-def test_rows_of_a_long_prompt_have_the_bits_of_a_single_row(num_inputs: int) -> None:
-    """Weights are unpacked once for all rows: a whole panel of columns, or a part of it where columns are long."""
-    weight = quantize(_random(150, num_inputs), Q4_1)
-    x = _random(70, num_inputs, dtype=torch.bfloat16, seed=1)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_outputs", "num_inputs"),
+    [
+        (70, 150, 64),
+        (70, 150, 1568),
+        (70, 150, 14336),
+        (33, 47, 576),
+        (545, 1100, 96),
+        (530, 97, 1536),
+        (300, 1100, 4640),
+    ],
+)
+def test_rows_of_a_long_prompt_have_the_bits_of_a_single_row(
+    num_tokens: int, num_outputs: int, num_inputs: int, num_threads: Callable[[int], None]
+) -> None:
+    """Weights are unpacked once for many rows: a whole panel of columns, or a part of it where columns are long."""
+    num_threads(2)
+    weight = quantize(_random(num_outputs, num_inputs), Q4_1)
+    x = _random(num_tokens, num_inputs, dtype=torch.bfloat16, seed=1)
     for out_dtype in (torch.bfloat16, torch.float32):
         got = linear(x, weight, out_dtype=out_dtype)
         assert all(
             torch.equal(got[row : row + 1], linear(x[row : row + 1], weight, out_dtype=out_dtype))
-            for row in (0, 33, 69)
+            for row in (0, 32, num_tokens // 2, num_tokens - 1)
         )
 
 

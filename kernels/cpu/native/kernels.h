@@ -70,23 +70,26 @@ TW_API void tw_best_keys(address keys, address x, int64_t stride, int64_t num_ro
 
 // --- linear: matrix products ----------------------------------------------------------------------------------------
 
-// out (T, O) = x (T, D) @ weight (O, D)^T + bias. Items are outputs, drawn in panels of tw_panel(). `x` holds rows of
-// tw_prepare_rows, which were bfloat16 if `in_pairs`; `out` is of `kind`.
+// out (T, O) = x (T, D) @ weight (O, D)^T + bias. Items are outputs, of which a thread draws tw_outputs_at_once(). `x` holds rows of
+// tw_prepare_rows, tw_prepared_stride() apart, which were bfloat16 if `in_pairs`; `out` is of `kind`.
 typedef struct {
     address out, x, weight, bias;
     int64_t x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs, kind, bias_kind, in_pairs;
 } tw_linear_args;
 TW_API void tw_linear(const void *linear_args, int64_t start, int64_t stop);
+// A panel, or an even share for matrix units with many rows: what a thread reads of x stays in its cache.
+TW_API int64_t tw_outputs_at_once(const void *linear_args, int64_t num_threads);
 TW_API int64_t tw_panel(void);
 // Whether bfloat16 numbers are multiplied in pairs (AVX512-BF16).
 TW_API int64_t tw_has_pairs(void);
-// Rows of x of `kind` as tw_linear reads them: quantized for an integer kind of weights, in tiles for matrix units, else
+// Rows of x of `kind` as tw_linear reads them: quantized for an integer kind of weights, in tiles for matrix units (and 0 apart), else
 // widened; in tw_prepared_bytes(), which is 0 if x is read as it is. Items are sixteens of rows.
 typedef struct {
     address out, x;
-    int64_t x_stride, num_rows, num_inputs, kind, weight_kind;
+    int64_t x_stride, num_rows, num_inputs, num_outputs, kind, weight_kind;
 } tw_rows_args;
 TW_API int64_t tw_prepared_bytes(const void *rows_args);
+TW_API int64_t tw_prepared_stride(const void *rows_args);
 TW_API void tw_prepare_rows(const void *rows_args, int64_t start, int64_t stop);
 
 // Packed rows to plain numbers of `out_kind`, contiguous in `out`: row i of `out` is row i of the `num_rows`, or row
@@ -241,7 +244,7 @@ TW_API void tw_adapter_shrink(const void *adapter_args, int64_t start, int64_t s
 // out += shrunk B. Items are outputs.
 TW_API void tw_adapter_expand(const void *adapter_args, int64_t start, int64_t stop);
 
-// --- decode.cpp: the layers of a few rows ---------------------------------------------------------------------------
+// --- layers.cpp: the layers of a few rows ---------------------------------------------------------------------------
 
 // A weight and its bias (or 0) as tw_linear takes them.
 typedef struct {
@@ -289,12 +292,12 @@ typedef struct {
     const tw_adapter_run *adapter_runs;
     const tw_adapter_site *adapter_sites[4];
     address shrunk;
-} tw_decode_program;
+} tw_layer_program;
 
 // Items are threads that run the parts together: 2l is layer l's attention, 2l + 1 its MLP. `update` is the sum of the part
 // before `first`, or 0. With `sums`, thread 0 makes sum (part - first_summed) after each part, up to one that is left.
 typedef struct {
-    const tw_decode_program *program;
+    const tw_layer_program *program;
     int64_t first, stop;
     address update;
     tw_sums *sums;

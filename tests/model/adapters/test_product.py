@@ -137,7 +137,7 @@ def _answers(group: Group | None, model: Path, adapter: Path | None = None) -> l
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_mixed_step_gives_each_row_the_bits_it_has_alone(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Rows of all adapters, of none, and of an empty slot; decode rows run in the decode program."""
+    """Rows of all adapters, of none, and of an empty slot; decode rows run in the layer program."""
     model, adapters = _folders(tmp_path)
     runner, slots = _runner(model, adapters, dtype), [2, 0, -1, 1, 1, 0, 3]
     together = _prompt_and_step(runner, slots)

@@ -1,4 +1,4 @@
-"""Ranks that share memory sum inside the decode program, with the bits, counts, traces and errors of separate sums."""
+"""Ranks that share memory sum inside the layer program, with the bits, counts, traces and errors of separate sums."""
 
 import contextlib
 import os
@@ -22,9 +22,9 @@ from tightwire.comm.errors import CollectiveMismatchError, CollectiveTimeoutErro
 from tightwire.comm.group.group import Group
 from tightwire.comm.ledger.recording import Event
 from tightwire.comm.transport.shared_memory import SharedMemoryTransport
-from tightwire.model import decode_program
+from tightwire.model import layer_program
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
-from tightwire.model.decode_program import DecodeProgram
+from tightwire.model.layer_program import LayerProgram
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
 from tightwire.model.parallel import TensorParallel
@@ -80,7 +80,7 @@ def _generate(group: Group, model: Path, dtype: torch.dtype, quantization: str, 
     """Steps of 1, 9 and 32 rows behind prompts, and one of the other arm."""
     torch.set_num_threads(threads)
     runner, ledger, calls = _runner(group, model, dtype, quantization), group.ledger, 0
-    run_and_sum = DecodeProgram.run_and_sum
+    run_and_sum = LayerProgram.run_and_sum
 
     def counted(*args: Any) -> torch.Tensor:
         nonlocal calls
@@ -90,8 +90,8 @@ def _generate(group: Group, model: Path, dtype: torch.dtype, quantization: str, 
     logits = []
     ledger.recording.start()
     with (
-        patch.object(DecodeProgram, "run_and_sum", counted),
-        patch.object(decode_program, "useful_threads", lambda num_rows, num_weights: threads),
+        patch.object(LayerProgram, "run_and_sum", counted),
+        patch.object(layer_program, "useful_threads", lambda num_rows, num_weights: threads),
         patch.object(
             TensorParallel, "sums_in_kernel", TensorParallel.sums_in_kernel if in_kernel else lambda *given: None
         ),
@@ -142,16 +142,16 @@ def test_bits_with_several_threads_a_rank(tmp_path: Path) -> None:
 def _slowly(group: Group, model: Path, threads: int, slow: bool) -> bytes:
     """One rank takes its time between parts, so that the others leave their kernels to look at the clock."""
     torch.set_num_threads(threads)
-    runner, run = _runner(group, model), DecodeProgram._run
+    runner, run = _runner(group, model), LayerProgram._run
 
-    def run_a_part(program: DecodeProgram, first: int, stop: int, *rest: Any) -> None:
+    def run_a_part(program: LayerProgram, first: int, stop: int, *rest: Any) -> None:
         time.sleep(0.03)
         run(program, first, first + 1, *rest)
 
     whole_logits(runner, _plan([(20, 20)] * 9, generated=False))
     with (
-        patch.object(decode_program, "useful_threads", lambda num_rows, num_weights: threads),
-        patch.object(DecodeProgram, "_run", run_a_part if slow and group.rank == _ODD_RANK else run),
+        patch.object(layer_program, "useful_threads", lambda num_rows, num_weights: threads),
+        patch.object(LayerProgram, "_run", run_a_part if slow and group.rank == _ODD_RANK else run),
     ):
         logits = whole_logits(runner, _plan([(1, 21)] * 9, generated=True))
     return b"" if logits is None else logits.numpy().tobytes()
@@ -168,10 +168,10 @@ def _until_the_odd_rank(
     group: Group, model: Path, act: str
 ) -> tuple[type[CommError], tuple[int, ...], str, int] | None:
     """After two sums of a step's layers one rank dies, stops, or calls something else."""
-    runner, run, sum_rows = _runner(group, model), DecodeProgram._run, TensorParallel.sum_rows
+    runner, run, sum_rows = _runner(group, model), LayerProgram._run, TensorParallel.sum_rows
     num_sums = 0
 
-    def run_two_parts(program: DecodeProgram, first: int, stop: int, *rest: Any) -> None:
+    def run_two_parts(program: LayerProgram, first: int, stop: int, *rest: Any) -> None:
         if first == 2:
             assert isinstance(group.transport, SharedMemoryTransport)
             while group.transport.board.last_collectives().count(f"#{_STEP_BEGINS + 3}") < 2:
@@ -195,7 +195,7 @@ def _until_the_odd_rank(
                 patches.enter_context(patch.object(TensorParallel, "sums_in_kernel", lambda *given: None))
                 patches.enter_context(patch.object(TensorParallel, "sum_rows", sum_two))
             elif group.rank == _ODD_RANK:
-                patches.enter_context(patch.object(DecodeProgram, "_run", run_two_parts))
+                patches.enter_context(patch.object(LayerProgram, "_run", run_two_parts))
             whole_logits(runner, _plan([(1, 21)], generated=True))
     except CommError as error:
         calls = sum(count.calls for count in group.ledger.counters.counts() if count.phase == "decode")

@@ -258,7 +258,8 @@ void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
     const tw_linear_args &args = *(const tw_linear_args *)linear_args;
     if (is_int8(args.weight_kind)) return multiply_int8(args, start, stop);
 #if defined(__AMX_BF16__)
-    if (args.in_pairs && args.num_tokens) return multiply_in_units(args, start, stop);
+    if (args.in_pairs && args.num_tokens)
+        return args.num_tokens > FEW_ROWS ? multiply_many_rows(args, start, stop) : multiply_few_rows(args, start, stop);
 #elif defined(__AVX512BF16__)
     if (args.in_pairs) return multiply_outputs<PairDot>(args, start, stop);
 #endif
@@ -267,14 +268,27 @@ void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
 }
 
 int64_t tw_panel(void) { return PANEL; }
+int64_t tw_outputs_at_once(const void *linear_args, int64_t num_threads) {
+    const tw_linear_args &args = *(const tw_linear_args *)linear_args;
+    if (!UNITS || !args.in_pairs || is_int8(args.weight_kind) || args.num_tokens <= FEW_ROWS) return PANEL;
+    const int64_t blocks = (args.num_outputs + 2 * LANES - 1) / (2 * LANES);
+    return (blocks + num_threads - 1) / num_threads * 2 * LANES;
+}
 int64_t tw_has_pairs(void) { return PAIRS; }
 
 int64_t tw_prepared_bytes(const void *rows_args) {
     const tw_rows_args &args = *(const tw_rows_args *)rows_args;
     if (is_int8(args.weight_kind)) return args.num_rows * quantized_bytes(args.num_inputs);
-    if (UNITS && args.kind == BFLOAT16) return tiled_bytes(args.num_rows, args.num_inputs);
+    if (in_tiles(args)) return tiled_bytes(args.num_rows, args.num_inputs);
     if (in_chains(args.num_rows, args.weight_kind)) return (args.num_rows + LANES - 1) / LANES * chains_bytes(args.num_inputs);
     return args.kind == FLOAT32 || (PAIRS && args.kind == BFLOAT16) ? 0 : 4 * args.num_rows * args.num_inputs;
+}
+
+int64_t tw_prepared_stride(const void *rows_args) {
+    const tw_rows_args &args = *(const tw_rows_args *)rows_args;
+    if (in_tiles(args)) return 0;
+    const int64_t bytes = tw_prepared_bytes(rows_args);
+    return bytes ? bytes / args.num_rows : args.x_stride;
 }
 
 void tw_prepare_rows(const void *rows_args, int64_t start, int64_t stop) {
@@ -285,8 +299,9 @@ void tw_prepare_rows(const void *rows_args, int64_t start, int64_t stop) {
     if (is_int8(args.weight_kind))
         return quantize_rows(out + quantized_bytes(depth) * row, x, args.x_stride, rows, depth, args.kind);
 #if defined(__AMX_BF16__)
-    const int64_t bytes = tile_bytes(args.num_rows);
-    if (args.kind == BFLOAT16) return make_tiles(out + bytes * tile_steps(depth) * start, bytes, x, args.x_stride, rows, depth);
+    if (in_tiles(args))
+        return make_tiles(out + tile_bytes(args.num_rows) * tile_steps(depth) * start, x, args.x_stride, rows, args.num_rows,
+                          depth);
 #endif
     if (in_chains(args.num_rows, args.weight_kind)) {
         for (int64_t at = start; at < stop; at++)
@@ -300,9 +315,9 @@ void tw_prepare_rows(const void *rows_args, int64_t start, int64_t stop) {
 }
 
 const char *prepare_rows(const char *x, int64_t num_rows, int64_t depth, int64_t kind, int64_t weight_kind, int64_t *stride) {
-    tw_rows_args args = {0, (address)x, depth * size_of(kind), num_rows, depth, kind, weight_kind};
+    tw_rows_args args = {0, (address)x, depth * size_of(kind), num_rows, depth, 0, kind, weight_kind};
     const int64_t bytes = tw_prepared_bytes(&args);
-    *stride = bytes ? bytes / num_rows : args.x_stride;
+    *stride = tw_prepared_stride(&args);
     if (!bytes) return x;
     args.out = (address)thread_scratch(PREPARED_ROWS, bytes / 4);
     tw_prepare_rows(&args, 0, (num_rows + LANES - 1) / LANES);

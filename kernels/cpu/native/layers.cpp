@@ -1,4 +1,4 @@
-// The layers of a decode step as one program: the kernels of a layer, called from a kernel.
+// The layers of a step of few rows as one program: the kernels of a layer, called from a kernel.
 //
 // A decoder layer of one row is a dozen kernels of a few microseconds each. A call from Python, which allocates the output
 // and checks the arguments, costs as much again. Here they follow each other over buffers that stay. A layer has two parts,
@@ -35,7 +35,7 @@ void run_phase(tw_phase *phase, int64_t num_items, auto work) {
 }
 
 // normed = rms_norm(residual); with an update, residual += update first, which may have a norm of its own.
-void norm(const tw_decode_program &program, tw_phase *phase, address weight, address update_weight, address update) {
+void norm(const tw_layer_program &program, tw_phase *phase, address weight, address update_weight, address update) {
     tw_norm_args args = program.norm;
     args.out = program.normed, args.weight = weight, args.x = update ? update : program.residual;
     if (update) args.total = args.residual = program.residual, args.x_weight = update_weight;
@@ -49,7 +49,7 @@ enum Site { QKV, ATTENTION_OUT, GATE_UP, DOWN };
 //
 // The adapters' products with A are the first items. A panel waits for all of them before it adds B's products, which costs
 // nothing: other threads compute them while this one multiplies the panel.
-void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int64_t layer, const tw_matrix &matrix, address x,
+void multiply(const tw_layer_program &program, tw_phase *phase, Site site, int64_t layer, const tw_matrix &matrix, address x,
               int64_t num_inputs, address out, int64_t num_outputs, int64_t out_kind) {
     const int64_t kind = program.norm.kind;
     tw_linear_args args = {
@@ -101,7 +101,7 @@ void multiply(const tw_decode_program &program, tw_phase *phase, Site site, int6
 }
 
 // Rotates queries and keys, and writes keys and values into the cache.
-void rotate(const tw_decode_program &program, tw_phase *phase, const tw_layer &layer) {
+void rotate(const tw_layer_program &program, tw_phase *phase, const tw_layer &layer) {
     run_phase(phase, program.num_rows, [&](int64_t row) {
         const int64_t angles = ((const int32_t *)program.positions)[row] * program.angle_stride;
         tw_rotate_args args = program.rotate;  // strides between rows are not used
@@ -116,7 +116,7 @@ void rotate(const tw_decode_program &program, tw_phase *phase, const tw_layer &l
     });
 }
 
-void attend(const tw_decode_program &program, tw_phase *phase, const tw_layer &layer) {
+void attend(const tw_layer_program &program, tw_phase *phase, const tw_layer &layer) {
     tw_attend_args args = program.attend;
     args.out = program.mixed, args.q = program.rotated;
     args.q_head_stride = args.head_dim * size_of(args.kind), args.q_token_stride = args.num_heads * args.q_head_stride;
@@ -127,7 +127,7 @@ void attend(const tw_decode_program &program, tw_phase *phase, const tw_layer &l
     run_phase(phase, program.num_tiles * args.num_kv_heads, [&](int64_t item) { tw_attend(&args, item, item + 1); });
 }
 
-void run_attention(const tw_decode_program &program, int64_t index, tw_phase *phases, address update) {
+void run_attention(const tw_layer_program &program, int64_t index, tw_phase *phases, address update) {
     const tw_layer &layer = program.layers[index];
     const tw_attend_args &sizes = program.attend;
     const int64_t hidden_size = program.norm.size, mixed_size = sizes.num_heads * sizes.head_dim;
@@ -140,7 +140,7 @@ void run_attention(const tw_decode_program &program, int64_t index, tw_phase *ph
              hidden_size, program.norm.sum_kind);
 }
 
-void run_mlp(const tw_decode_program &program, int64_t index, tw_phase *phases, address update) {
+void run_mlp(const tw_layer_program &program, int64_t index, tw_phase *phases, address update) {
     const tw_layer &layer = program.layers[index];
     const int64_t hidden_size = program.norm.size;
     tw_swiglu_args gates = program.swiglu;
@@ -154,7 +154,7 @@ void run_mlp(const tw_decode_program &program, int64_t index, tw_phase *phases, 
 }
 
 void run_thread(const tw_parts_args &args, bool makes_sums) {
-    const tw_decode_program &program = *args.program;
+    const tw_layer_program &program = *args.program;
     address update = args.update;
     for (int64_t part = args.first; part < args.stop; part++) {
         tw_phase *phases = program.phases + TW_PHASES_PER_LAYER * (part / 2);

@@ -1,4 +1,4 @@
-"""Runs one rank's layers for decode rows on a CPU: the host side of ``kernels/cpu/native/decode.cpp``.
+"""Runs one rank's layers for few rows on a CPU: the host side of ``kernels/cpu/native/layers.cpp``.
 
 Buffers are kept between steps. With one rank, or if the ranks sum over shared memory, one call runs all layers;
 otherwise each layer takes two calls.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import KernelSums
-from tightwire.kernels.cpu.attention import Tiles, cut_into_tiles
+from tightwire.kernels.cpu.attention import Tiles, cut_into_tiles, tile_tokens
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import useful_threads, weight_parts
 from tightwire.kernels.cpu.lora import native_site
@@ -33,8 +33,8 @@ from tightwire.model.weights.source import LayerWeights
 _NORMS = ("attention_norm", "mlp_norm", "attention_update_norm", "mlp_update_norm", "q_norm", "k_norm")
 
 
-class DecodeProgram:
-    """``Layers`` of decode rows, after ``begin``. Results are bit-identical to those of ``EagerLayers``.
+class LayerProgram:
+    """``Layers`` of a few rows, after ``begin``. Results are bit-identical to those of ``EagerLayers``.
 
     The kernel counts the halves of layers as parts: part 2l is layer l's attention, part 2l + 1 its MLP. Call from one
     thread; the kernel may use several.
@@ -72,7 +72,7 @@ class DecodeProgram:
         scores = {"scale_log2": config.scale * LOG2_E, "cap_log2": config.score_cap * LOG2_E}
         norm = {**self._form._asdict(), "size": config.hidden_size, "kind": kind, "sum_kind": FLOAT32}
         self._program: Any = struct(
-            "tw_decode_program",
+            "tw_layer_program",
             {
                 "layers": self._layers,
                 "phases": ffi.cast("tw_phase *", self._phases.data_ptr()),
@@ -104,8 +104,9 @@ class DecodeProgram:
         if least < 0 or most >= self._num_positions:
             raise ValueError(f"positions are {least} to {most}; there are positions 0 to {self._num_positions - 1}")
         lens, sizes = (batch.query_start_B1, batch.context_lens_B), (self._cache.num_blocks, self._cache.block_size)
+        of_tile = tile_tokens(attend.heads_per_kv_head)
         # The tiles are the same in every group; each table is checked.
-        tiles, *_ = (cut_into_tiles((*lens, table), num_rows, 1, *sizes) for table in batch.block_tables_LBM)
+        tiles, *_ = (cut_into_tiles((*lens, table), num_rows, of_tile, *sizes) for table in batch.block_tables_LBM)
         self.residual_TD, self._step = residual_TD, (batch, tiles)
         self._phases.zero_()
         program.num_rows = num_rows

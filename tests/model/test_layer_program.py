@@ -1,8 +1,9 @@
-"""A decode step runs as the decode program; beside a prompt row its rows run kernel by kernel, with the same bits."""
+"""Few rows run as the layer program, with the bits of kernels called one by one."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tiny import VARIANTS, make_tiny
 from torch import Tensor
 
 from tightwire.comm.group.group import in_process_groups
-from tightwire.model import decode_program, layer_kernels
+from tightwire.model import decoder, layer_kernels, layer_program
 from tightwire.model.build import RankGroups, RunnerOptions, build_runner
 from tightwire.model.layout import make_layout
 from tightwire.model.open import open_checkpoint
@@ -52,6 +53,12 @@ def _execute(runner: ModelRunner, lens: Sequence[tuple[int, int]], num_decode: i
     return logits_TV
 
 
+def _execute_eagerly(runner: ModelRunner, lens: Sequence[tuple[int, int]], num_decode: int, **changes: Any) -> Tensor:
+    """The logits of ``_execute`` for a step with a prompt, kernel by kernel."""
+    with patch.object(decoder, "_MAX_PROGRAM_ROWS", 0):
+        return _execute(runner, lens, num_decode, **changes)
+
+
 def _plan(lens: Sequence[tuple[int, int]], num_decode: int, **changes: Any) -> StepPlan:
     rng = np.random.default_rng(3)
     token_ids = [rng.integers(0, _VOCAB, new) for new, _ in lens]
@@ -72,7 +79,7 @@ def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """More than there is work for, so that some come late and find phases done."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
-    monkeypatch.setattr(decode_program, "useful_threads", lambda num_rows, num_weights: 3)
+    monkeypatch.setattr(layer_program, "useful_threads", lambda num_rows, num_weights: 3)
     yield
     torch.set_num_threads(before)
 
@@ -90,7 +97,8 @@ def test_a_row_gets_the_same_bits_alone_and_beside_a_prompt(variant: str, dtype:
         _execute(runner, [(context, context) for context in contexts], 0)
         generated = [(1, context) for context in contexts]
         by_themselves = _execute(runner, generated, num_seqs)
-        beside = _execute(runner, [*generated, (3, 3)], num_seqs)
+        beside = _execute_eagerly(runner, [*generated, (3, 3)], num_seqs)
+        assert torch.equal(beside, _execute(runner, [*generated, (3, 3)], num_seqs))
         assert by_themselves.isfinite().all()
         assert torch.equal(by_themselves, beside[:num_seqs])
 
@@ -105,7 +113,7 @@ def test_packed_weights_give_the_same_bits_in_both_executions(quant: str, dtype:
         _execute(runner, [(context, context) for context in _CONTEXTS], 0)
         generated = [(1, context) for context in _CONTEXTS]
         by_themselves[quantization] = _execute(runner, generated, len(_CONTEXTS))
-        beside = _execute(runner, [*generated, (3, 3)], len(_CONTEXTS))
+        beside = _execute_eagerly(runner, [*generated, (3, 3)], len(_CONTEXTS))
         assert torch.equal(by_themselves[quantization], beside[: len(_CONTEXTS)])
     # An expanded embedding is rounded to dtype; rows of a packed one are unpacked to the float32 of the residual.
     assert torch.equal(by_themselves["auto"], by_themselves["none"]) == (dtype == torch.float32)
@@ -116,7 +124,7 @@ def test_packed_weights_give_the_same_bits_in_both_executions(quant: str, dtype:
 def test_int8_activations_give_the_same_bits_however_a_layer_is_run(
     quant: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """By the decode program and beside a prompt, token by token and as a prompt, resident and streamed."""
+    """By the layer program and beside a prompt, token by token and as a prompt, resident and streamed."""
     path = make_tiny_gguf(tmp_path / "m.gguf", quant, attention_bias=True, num_hidden_layers=4)
     streamed = WeightPlan(source="stream", origin="host", streamed=(1, 2, 3))
     float_logits = _execute(_runner(path, dtype), [(5, 5)], 0)
@@ -126,7 +134,9 @@ def test_int8_activations_give_the_same_bits_however_a_layer_is_run(
         prompts = _execute(runner, [(context, context) for context in _CONTEXTS], 0)
         generated = [(1, context) for context in _CONTEXTS]
         by_themselves = _execute(runner, generated, len(_CONTEXTS))
-        assert torch.equal(by_themselves, _execute(runner, [*generated, (3, 3)], len(_CONTEXTS))[: len(_CONTEXTS)])
+        assert torch.equal(
+            by_themselves, _execute_eagerly(runner, [*generated, (3, 3)], len(_CONTEXTS))[: len(_CONTEXTS)]
+        )
         seen.append((prompts, by_themselves))
         runner.close()
     assert all(map(torch.equal, *seen))
@@ -141,7 +151,7 @@ def test_threads_that_share_packed_weights_change_no_bit(quantization: str, int8
     runner = _runner(make_tiny(tmp_path, num_hidden_layers=6), torch.bfloat16, quantization, int8=int8)
     _execute(runner, [(context, context) for context in _CONTEXTS], 0)
     generated = [(1, context) for context in _CONTEXTS]
-    beside = _execute(runner, [*generated, (3, 3)], len(_CONTEXTS))[: len(_CONTEXTS)]
+    beside = _execute_eagerly(runner, [*generated, (3, 3)], len(_CONTEXTS))[: len(_CONTEXTS)]
     for _ in range(20):
         assert torch.equal(_execute(runner, generated, len(_CONTEXTS)), beside)
 
@@ -152,7 +162,7 @@ def test_threads_that_share_the_work_change_no_bit(dtype: torch.dtype, tmp_path:
     runner = _runner(make_tiny(tmp_path, num_hidden_layers=6), dtype)
     _execute(runner, [(context, context) for context in _CONTEXTS], 0)
     generated = [(1, context) for context in _CONTEXTS]
-    beside = _execute(runner, [*generated, (3, 3)], len(_CONTEXTS))[: len(_CONTEXTS)]
+    beside = _execute_eagerly(runner, [*generated, (3, 3)], len(_CONTEXTS))[: len(_CONTEXTS)]
     for _ in range(50):
         assert torch.equal(_execute(runner, generated, len(_CONTEXTS)), beside)
 
@@ -168,11 +178,13 @@ def test_the_last_mlp_computes_the_rows_that_are_needed(
     runner = _runner(make_tiny(tmp_path), torch.bfloat16)
     _execute(runner, [(context, context) for _, context in lens], 0)
     counts.clear()
-    whole = _execute(runner, lens, 2)
-    some = _execute(runner, lens, 2, logit_rows=logit_rows)
+    whole = _execute_eagerly(runner, lens, 2)
+    some = _execute_eagerly(runner, lens, 2, logit_rows=logit_rows)
     assert torch.equal(some, whole[logit_rows])
     assert counts == [41, 41, 41, len(logit_rows)]
-    assert runner.execute(_plan(lens, 2, logit_rows=[])) is None and counts[4:] == [41, 0]
+    with patch.object(decoder, "_MAX_PROGRAM_ROWS", 0):
+        assert runner.execute(_plan(lens, 2, logit_rows=[])) is None
+    assert counts[4:] == [41, 0]
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
@@ -181,7 +193,7 @@ def test_several_tokens_of_a_sequence_see_each_other_in_order(dtype: torch.dtype
     lens = [(3, 40), (1, 7), (5, 5), (2, 66)]
     _execute(runner, [(context, context) for _, context in lens], 0)
     by_themselves = _execute(runner, lens, len(lens))
-    beside = _execute(runner, [*lens, (3, 3)], len(lens))
+    beside = _execute_eagerly(runner, [*lens, (3, 3)], len(lens))
     assert torch.equal(by_themselves, beside[: len(by_themselves)])
 
 
