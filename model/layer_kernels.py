@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.attention import paged_attention
-from tightwire.kernels.layer_ops import add_rms_norm, check_slots, norm_linear, rms_norm, rotate_and_cache, swiglu
+from tightwire.kernels.layer_ops import (
+    add_rms_norm,
+    check_slots,
+    gated_linear,
+    norm_linear,
+    rms_norm,
+    rotate_and_cache,
+    swiglu,
+)
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.attention import AttentionForm, PackedSequences
 from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation
@@ -168,8 +176,12 @@ class EagerLayers:
             if index == self._config.num_layers - 1 and self._batch.needed is not None and self._adapted is None:
                 needed_R, num_decode = self._batch.needed
                 x_TD = x_TD[needed_R]
-            gate_up_TF = self.column_parallel("gate_up", index, x_TD, weights.gate_up_bias, num_decode)
-            gated_TF = swiglu(self._adapt("gate_up", index, x_TD, gate_up_TF), gelu=self._gelu)
+            gate_up = weights.gate_up, weights.gate_up_bias
+            if self._adapted is None and not isinstance(weights.gate_up, JoinedRows):
+                gated_TF = gated_linear(x_TD, *gate_up, num_decode_rows=num_decode, gelu=self._gelu)
+            else:
+                gate_up_TF = self.column_parallel("gate_up", index, x_TD, weights.gate_up_bias, num_decode)
+                gated_TF = swiglu(self._adapt("gate_up", index, x_TD, gate_up_TF), gelu=self._gelu)
         partial_TD = self._row_parallel(gated_TF, weights.down, weights.down_bias, num_decode)
         if needed_R is not None:
             return torch.zeros_like(self.residual_TD, dtype=partial_TD.dtype).index_copy_(0, needed_R, partial_TD)

@@ -1,11 +1,12 @@
 """Matrix products on CPU, and unpacking: the host of native/linear. ``kernels.linear`` has the reasons."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tightwire.kernels.cpu.library import has_pairs, lib, struct
+from tightwire.kernels.cpu.library import ffi, has_pairs, lib, struct
 from tightwire.kernels.cpu.run import NUMBER_KIND, addresses, run_on_items, run_on_rows
 from tightwire.kernels.spec.gguf_blocks import GROUP_ELEMS, INTERLEAVED_ROWS
 from tightwire.kernels.spec.layer_ops import check_linear
@@ -20,8 +21,35 @@ _ROWS_AT_ONCE = 16  # an item of tw_prepare_rows
 _INT8, _INTERLEAVED = 32, 64
 
 
-def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """``linear.linear`` for CPU tensors; see there."""
+class _Up(NamedTuple):
+    """The second matrix of a gated product."""
+
+    weight_OD: Matrix
+    bias_O: Tensor | None
+    gelu: bool
+
+
+def gated_linear_cpu(x_TD: Tensor, weight_ED: Weight, bias_E: Tensor | None, *, gelu: bool) -> Tensor | None:
+    """The bits of ``swiglu_cpu`` of ``linear_cpu``, at once; None unless many rows are multiplied in matrix units."""
+    half, (gate, *rest) = weight_ED.shape[0] // 2, _parts_of(weight_ED)
+    if not 0 < lib.tw_gated_rows() <= len(x_TD) or x_TD.dtype != torch.bfloat16 or matrix_integers(gate)[2] & _INT8:
+        return None
+    if not rest and weight_ED.shape[0] == 2 * half:
+        gate, up = (
+            (gate[:half], gate[half:]) if isinstance(gate, Tensor) else (gate.rows(0, half), gate.rows(half, 2 * half))
+        )
+    elif len(rest) == 1 and gate.shape == rest[0].shape:
+        up = rest[0]
+    else:
+        return None
+    biases = (None, None) if bias_E is None else bias_E.split(half)
+    return linear_cpu(x_TD, gate, biases[0], up=_Up(up, biases[1], gelu))
+
+
+def linear_cpu(
+    x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None, up: _Up | None = None
+) -> Tensor:
+    """``linear.linear`` for CPU tensors; see there. ``up``: gates it."""
     out_dtype = out_dtype or x_TD.dtype
     check_linear(x_TD, weight_OD, bias_O)
     num_tokens, num_inputs = x_TD.shape
@@ -30,7 +58,12 @@ def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype
     kind, in_pairs = NUMBER_KIND[x_TD.dtype], x_TD.dtype == torch.bfloat16 and has_pairs()
     weight, weight_stride, weight_kind = matrix_integers(weight_OD)
     x_stride = x_TD.stride(0) * x_TD.element_size()
-    sizes = num_tokens, num_inputs, num_outputs
+    second = ffi.NULL
+    if up is not None:
+        check_linear(x_TD, up.weight_OD, up.bias_O)
+        address, *described = matrix_integers(up.weight_OD)
+        second = struct("tw_up_args", (address, *addresses(up.bias_O), *described, up.gelu))
+    sizes = num_tokens, num_inputs, num_outputs * (1 if up is None else 2)
     rows = struct("tw_rows_args", (0, x_TD.data_ptr(), x_stride, *sizes, kind, weight_kind))
     if num_bytes := lib.tw_prepared_bytes(rows):
         prepared = torch.empty(num_bytes, dtype=torch.uint8)
@@ -38,7 +71,7 @@ def linear_cpu(x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype
         run_on_rows("tw_prepare_rows", rows, -(-num_tokens // _ROWS_AT_ONCE), _ROWS_AT_ONCE * num_inputs)
     places = out_TO.data_ptr(), rows.out or rows.x, weight, *addresses(bias_O)
     sizes = x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs
-    arguments = struct("tw_linear_args", (*places, *sizes, NUMBER_KIND[out_dtype], kind, in_pairs))
+    arguments = struct("tw_linear_args", (*places, *sizes, NUMBER_KIND[out_dtype], kind, in_pairs, second))
     num_threads = min(torch.get_num_threads(), useful_threads(num_tokens, num_outputs * num_inputs))
     at_once = lib.tw_outputs_at_once(arguments, num_threads)
     run_on_items("tw_linear", arguments, num_outputs, at_once, min(num_threads, -(-num_outputs // at_once)))
@@ -57,8 +90,11 @@ def matrix_integers(weight_OD: Matrix) -> tuple[int, int, int]:
 
 def weight_parts(weight: Weight) -> list[tuple[int, int, int, int]]:
     """The fields of each ``tw_matrix_part``."""
-    parts = weight.parts if isinstance(weight, StackedMatrix) else (weight,)
-    return [(*matrix_integers(part), part.shape[0]) for part in parts]
+    return [(*matrix_integers(part), part.shape[0]) for part in _parts_of(weight)]
+
+
+def _parts_of(weight: Weight) -> tuple[Matrix, ...]:
+    return weight.parts if isinstance(weight, StackedMatrix) else (weight,)
 
 
 def useful_threads(num_rows: int, num_weights: int) -> int:

@@ -8,10 +8,11 @@ import torch
 from helpers.kernels.packed_blocks import common_blocks, each_format
 
 from tightwire.kernels.cpu.library import has_pairs
+from tightwire.kernels.layer_ops import gated_linear, swiglu
 from tightwire.kernels.linear import linear
 from tightwire.kernels.packed import dequantize
-from tightwire.kernels.spec.gguf_blocks import Q4_1, Q6_K, PackedFormat
-from tightwire.kernels.spec.packed import PackedMatrix, quantize
+from tightwire.kernels.spec.gguf_blocks import Q4_1, Q6_K, Q8_0, PackedFormat
+from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, quantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -98,6 +99,25 @@ def test_rows_of_a_long_prompt_have_the_bits_of_a_single_row(
             torch.equal(got[row : row + 1], linear(x[row : row + 1], weight, out_dtype=out_dtype))
             for row in (0, 32, num_tokens // 2, num_tokens - 1)
         )
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "half", "num_inputs"), [(5, 64, 96), (33, 40, 64), (545, 560, 576), (70, 17, 4640)]
+)
+def test_gates_in_the_same_pass_have_the_bits_of_two(
+    num_tokens: int, half: int, num_inputs: int, gelu: bool, with_bias: bool, num_threads: Callable[[int], None]
+) -> None:
+    num_threads(2)
+    weight = _random(2 * half, num_inputs) * 2 * num_inputs**-0.5
+    gate, up = (quantize(part, packed) for part, packed in zip(weight.chunk(2), (Q4_1, Q8_0), strict=True))
+    for dtype in (torch.bfloat16, torch.float32):
+        x = _random(num_tokens, num_inputs, dtype=dtype, seed=1)
+        bias = _random(2 * half, dtype=dtype, seed=2) if with_bias else None
+        for matrix in (weight.to(dtype), quantize(weight, Q4_1), StackedMatrix((gate, up))):
+            got = gated_linear(x, matrix, bias, num_decode_rows=0, gelu=gelu)
+            assert torch.equal(got, swiglu(linear(x, matrix, bias), gelu=gelu))
 
 
 @pytest.mark.parametrize(

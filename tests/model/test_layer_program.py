@@ -172,8 +172,13 @@ def test_the_last_mlp_computes_the_rows_that_are_needed(
     logit_rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
-    swiglu = layer_kernels.swiglu
-    monkeypatch.setattr(layer_kernels, "swiglu", lambda x, **form: counts.append(len(x)) or swiglu(x, **form))
+    gated_linear = layer_kernels.gated_linear
+
+    def counted(x_TD: Tensor, *matrix: Any, **form: Any) -> Tensor:
+        counts.append(len(x_TD))
+        return gated_linear(x_TD, *matrix, **form)
+
+    monkeypatch.setattr(layer_kernels, "gated_linear", counted)
     lens = [(1, 9), (1, 20), (39, 39)]
     runner = _runner(make_tiny(tmp_path), torch.bfloat16)
     _execute(runner, [(context, context) for _, context in lens], 0)

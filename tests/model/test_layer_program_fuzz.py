@@ -312,11 +312,15 @@ def test_near_the_references(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
         each = zip(parts, biases, strict=True)
         return torch.cat([layer_ops.linear_reference(x_TD, *part, **out) for part in each], 1)
 
+    def gated_linear(*given: Any, num_decode_rows: int, gelu: bool) -> Tensor:
+        return layer_ops.swiglu_reference(linear(*given, num_decode_rows=num_decode_rows), gelu=gelu)
+
     def rotate_and_cache(*given: Any, slots_are_checked: bool) -> Tensor:
         return layer_ops.rotate_and_cache_reference(*given)
 
-    for name in ("rms_norm", "add_rms_norm", "swiglu"):
+    for name in ("rms_norm", "add_rms_norm"):
         monkeypatch.setattr(layers_file, name, getattr(layer_ops, f"{name}_reference"))
+    monkeypatch.setattr(layers_file, "gated_linear", gated_linear)
     monkeypatch.setattr(layers_file, "rotate_and_cache", rotate_and_cache)
     monkeypatch.setattr(layers_file, "paged_attention", attention.paged_attention_reference)
     monkeypatch.setattr(layers_file, "linear", linear)

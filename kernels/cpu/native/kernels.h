@@ -70,13 +70,21 @@ TW_API void tw_best_keys(address keys, address x, int64_t stride, int64_t num_ro
 
 // --- linear: matrix products ----------------------------------------------------------------------------------------
 
-// out (T, O) = x (T, D) @ weight (O, D)^T + bias. Items are outputs, of which a thread draws tw_outputs_at_once(). `x` holds rows of
+// The second matrix (O, D) of a gated product, and its bias or 0.
+typedef struct {
+    address weight, bias;
+    int64_t weight_stride, weight_kind, gelu;
+} tw_up_args;
+// out (T, O) = x (T, D) @ weight (O, D)^T + bias; with `up`, silu or gelu of that, rounded, times x @ up^T + bias, rounded. Items are outputs, of which a thread draws tw_outputs_at_once(). `x` holds rows of
 // tw_prepare_rows, tw_prepared_stride() apart, which were bfloat16 if `in_pairs`; `out` is of `kind`.
 typedef struct {
     address out, x, weight, bias;
     int64_t x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs, kind, bias_kind, in_pairs;
+    const tw_up_args *up;
 } tw_linear_args;
 TW_API void tw_linear(const void *linear_args, int64_t start, int64_t stop);
+// The fewest rows of bfloat16 that may have an `up`: those that matrix units multiply in blocks. 0: none may.
+TW_API int64_t tw_gated_rows(void);
 // A panel, or an even share for matrix units with many rows: what a thread reads of x stays in its cache.
 TW_API int64_t tw_outputs_at_once(const void *linear_args, int64_t num_threads);
 TW_API int64_t tw_panel(void);

@@ -156,7 +156,6 @@ void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
 template <class Number>
 void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop) {
     const int64_t width = args.width, bytes = Number::size;
-    const F32 one = splat(1.0f), gelu_first = splat(-1.5957691216057308f), gelu_third = splat(-0.071354816272f);
     for (int64_t row = start; row < stop; row++) {
         const char *gates = (const char *)args.gate_up + row * args.row_stride;
         char *out = (char *)args.out + row * width * bytes;
@@ -164,11 +163,7 @@ void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop) {
             prefetch<2>(gates + bytes * at + 1024), prefetch<2>(gates + bytes * (width + at) + 1024);
             F32 gate = load_numbers<Number>(gates + bytes * at, width - at);
             F32 up = load_numbers<Number>(gates + bytes * (width + at), width - at);
-            // gelu(x) = x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))), silu(x) = x / (1 + exp(-x)).
-            F32 e[] = {args.gelu ? gate * (gelu_first + gelu_third * (gate * gate)) : splat(0.0f) - gate};
-            exp(e);
-            F32 active = gate / (one + e[0]);
-            store_rounded<Number>(out + bytes * at, active * up, width - at);
+            store_rounded<Number>(out + bytes * at, gated(gate, up, args.gelu), width - at);
         }
     }
 }

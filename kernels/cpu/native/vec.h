@@ -325,3 +325,11 @@ INLINE void exp(F32 (&x)[VECTORS]) {
         x[i] = select(splat(88.4f) < x[i], splat(__builtin_inff()), power[i]);
     }
 }
+
+// silu(gate) * up, or gelu(gate) * up, by tanh. gelu(x) = x / (1 + exp(-2 sqrt(2 / pi) (x + 0.044715 x^3))), silu(x) = x / (1 + exp(-x)).
+INLINE F32 gated(F32 gate, F32 up, bool gelu) {
+    const F32 first = splat(-1.5957691216057308f), third = splat(-0.071354816272f);
+    F32 e[] = {gelu ? gate * (first + third * (gate * gate)) : splat(0.0f) - gate};
+    exp(e);
+    return gate / (splat(1.0f) + e[0]) * up;
+}

@@ -268,6 +268,7 @@ void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
 }
 
 int64_t tw_panel(void) { return PANEL; }
+int64_t tw_gated_rows(void) { return UNITS ? FEW_ROWS + 1 : 0; }
 int64_t tw_outputs_at_once(const void *linear_args, int64_t num_threads) {
     const tw_linear_args &args = *(const tw_linear_args *)linear_args;
     if (!UNITS || !args.in_pairs || is_int8(args.weight_kind) || args.num_tokens <= FEW_ROWS) return PANEL;

@@ -5,6 +5,8 @@
 //
 // A core of a Xeon with AMX and 2 MiB of second-level cache does 2.8 TFLOP/s with tiles of the nearest cache, 2.1 with those of the second
 // level and 0.5 with those of the third.
+//
+// With gates a block has sixteen columns of the gates and the same of the second matrix, and their product is written.
 #include "matrix_units.h"
 
 #if defined(__AMX_BF16__)
@@ -17,7 +19,7 @@ constexpr int64_t MAX_ROWS_BYTES = 1 << 20;               // of inputs at hand: 
 constexpr int64_t MAX_ROWS = 16 * BLOCK, MIN_ROWS = 256;  // of them; fewer rows would not repay filling a panel
 constexpr int64_t MAX_COLUMNS = 32 * BLOCK;               // whose cells are kept while some inputs after others are at hand
 
-// Weights of up to 32 columns and `steps` times 32 inputs, in tiles.
+// Weights of `columns` outputs, up to 32 or with gates sixteen, and `steps` times 32 inputs, in tiles.
 struct Panel {
     char *tiles;
     int64_t first, columns, step, steps;
@@ -28,11 +30,27 @@ struct Sums {
     const float *cells;
     int64_t rows, columns, token, first;
 
-    void write(const tw_linear_args &args, int64_t count) {
+    // `halves`: the product of each half of a block.
+    void write(const tw_linear_args *halves, int64_t count) {
         count = least(count, rows);
         if (count == 0) return;
-        write_sums<BLOCK>(args, cells, count, columns, token, first);
+        if (halves->up)
+            write_gated(halves, count);
+        else
+            write_sums<BLOCK>(*halves, cells, count, columns, token, first);
         cells += BLOCK * count, token += count, rows -= count;
+    }
+
+    void write_gated(const tw_linear_args *halves, int64_t count) const {
+        const auto rounded = [&](const tw_linear_args &args, F32 sum) {
+            return floats_of(shift_left(bf16_bits(args.bias ? sum + load_bias(args, first, columns) : sum), 16));
+        };
+        for (int64_t row = 0; row < count; row++) {
+            const float *sums = cells + BLOCK * row;
+            const F32 gate = rounded(halves[0], load(sums)), up = rounded(halves[1], load(sums + LANES));
+            char *out = (char *)halves->out + 2 * ((token + row) * halves->num_outputs + first);
+            store_rounded<BFloat16>(out, gated(gate, up, halves->up->gelu), columns);
+        }
     }
 };
 
@@ -50,16 +68,17 @@ INLINE void store_cells(float *cells) {
 }
 
 // Writes the tiles of a panel: of each step those of sixteen columns, then those of the next sixteen.
-void fill_panel(const tw_linear_args &args, const Panel &panel) {
+void fill_panel(const tw_linear_args *halves, const Panel &panel) {
     char *copies = (char *)thread_scratch(WIDENED_WEIGHTS, LANES * COPY_STRIDE / 4);
-    const int64_t begin = TILE_INPUTS * panel.step, end = least(begin + TILE_INPUTS * panel.steps, args.num_inputs);
-    for (int64_t half = 0; half < panel.columns; half += LANES) {
-        char *target = panel.tiles + TILE_BYTES * half / LANES;
-        for (int64_t at = begin; at < end; at += UNIT_INPUTS) {
+    const int64_t begin = TILE_INPUTS * panel.step, end = least(begin + TILE_INPUTS * panel.steps, halves->num_inputs);
+    for (int half = 0; half < 2; half++) {
+        const int64_t before = halves->up ? 0 : LANES * half, num_columns = least(LANES, panel.columns - before);
+        char *target = panel.tiles + TILE_BYTES * half;
+        for (int64_t at = begin; at < end && num_columns > 0; at += UNIT_INPUTS) {
             const int64_t inputs = least(UNIT_INPUTS, end - at);
             int64_t stride;
             const char *columns =
-                columns_at(args, panel.first + half, least(LANES, panel.columns - half), at, inputs, copies, stride, [] {});
+                columns_at(halves[half], panel.first + before, num_columns, at, inputs, copies, stride, [] {});
             for (int64_t step = 0; step < tile_steps(inputs); step++, target += 2 * TILE_BYTES)
                 transpose((const float *)(columns + 64 * step), stride / 4, (float *)target, LANES);
         }
@@ -68,8 +87,9 @@ void fill_panel(const tw_linear_args &args, const Panel &panel) {
 
 // Adds the products of rows `token` to `end` with a panel to their cells, of which `num_kept` take turns from `kept` on; with the
 // first inputs they start at zero. Writes `sums` meanwhile, and with the last inputs leaves those of the last block there.
-void multiply_panel(const tw_linear_args &args, const Panel &panel, int64_t token, int64_t end, float *cells, int64_t kept,
+void multiply_panel(const tw_linear_args *halves, const Panel &panel, int64_t token, int64_t end, float *cells, int64_t kept,
                     int64_t num_kept, Sums &sums) {
+    const tw_linear_args &args = *halves;
     const int64_t steps = tile_steps(args.num_inputs);
     const bool tiled = args.x_stride == 0;
     // Bytes from row to row within a tile of x, and on the whole; from step to step.
@@ -94,9 +114,9 @@ void multiply_panel(const tw_linear_args &args, const Panel &panel, int64_t toke
             _tile_stream_loadd(7, x + LANES * row_bytes, stride);
             _tile_dpbf16ps(2, 7, 4);
             _tile_dpbf16ps(3, 7, 5);
-            sums.write(args, 2);
+            sums.write(halves, 2);
         }
-        sums.write(args, BLOCK);
+        sums.write(halves, BLOCK);
         store_cells(own);
         if (panel.step + panel.steps == steps)
             sums = {own, least(BLOCK, args.num_tokens - row), panel.columns, row, panel.first};
@@ -112,23 +132,28 @@ void multiply_many_rows(const tw_linear_args &args, int64_t start, int64_t stop)
     const int64_t max_rows = most(MIN_ROWS, least(MAX_ROWS, MAX_ROWS_BYTES / (64 * steps)));
     const int64_t blocks = parts(args.num_tokens, BLOCK * parts(args.num_tokens, max_rows)), rows = BLOCK * blocks;
     const int64_t steps_at_hand = panel_steps * most(1, MAX_ROWS_BYTES / (64 * rows * panel_steps));
+    const int64_t width = args.up ? LANES : BLOCK;  // outputs of a block
     const int64_t columns = steps_at_hand < steps ? least(MAX_COLUMNS, stop - start) : stop - start;
-    const int64_t num_kept = panel_steps == steps ? 1 : steps_at_hand < steps ? blocks * parts(columns, BLOCK) : blocks;
+    const int64_t num_kept = panel_steps == steps ? 1 : steps_at_hand < steps ? blocks * parts(columns, width) : blocks;
     char *tiles = (char *)thread_scratch(WEIGHT_TILES, 2 * TILE_BYTES * panel_steps / 4 + CELLS * num_kept);
     float *cells = (float *)(tiles + 2 * TILE_BYTES * panel_steps);
+    tw_linear_args halves[] = {args, args};
+    if (const tw_up_args *up = args.up)
+        halves[1].weight = up->weight, halves[1].bias = up->bias, halves[1].weight_stride = up->weight_stride,
+        halves[1].weight_kind = up->weight_kind;
     Sums sums = {};
     set_tiles();
     for (int64_t token = 0; token < args.num_tokens; token += rows)
         for (int64_t column = start; column < stop; column += columns)
             for (int64_t begin = 0; begin < steps; begin += steps_at_hand)
-                for (int64_t first = column; first < least(column + columns, stop); first += BLOCK)
+                for (int64_t first = column; first < least(column + columns, stop); first += width)
                     for (int64_t step = begin; step < least(begin + steps_at_hand, steps); step += panel_steps) {
-                        const Panel panel = {tiles, first, least(BLOCK, stop - first), step, least(panel_steps, steps - step)};
-                        fill_panel(args, panel);
-                        multiply_panel(args, panel, token, least(token + rows, args.num_tokens), cells,
-                                       (first - column) / BLOCK * blocks, num_kept, sums);
+                        const Panel panel = {tiles, first, least(width, stop - first), step, least(panel_steps, steps - step)};
+                        fill_panel(halves, panel);
+                        multiply_panel(halves, panel, token, least(token + rows, args.num_tokens), cells,
+                                       (first - column) / width * blocks, num_kept, sums);
                     }
-    sums.write(args, BLOCK);
+    sums.write(halves, BLOCK);
     _tile_release();
 }
 #endif
