@@ -32,7 +32,12 @@ class _Up(NamedTuple):
 def gated_linear_cpu(x_TD: Tensor, weight_ED: Weight, bias_E: Tensor | None, *, gelu: bool) -> Tensor | None:
     """The bits of ``swiglu_cpu`` of ``linear_cpu``, at once; None unless many rows are multiplied in matrix units."""
     half, (gate, *rest) = weight_ED.shape[0] // 2, _parts_of(weight_ED)
-    if not 0 < lib.tw_gated_rows() <= len(x_TD) or x_TD.dtype != torch.bfloat16 or matrix_integers(gate)[2] & _INT8:
+    if (
+        not 0 < lib.tw_gated_rows() <= len(x_TD)
+        or not x_TD.shape[1]
+        or x_TD.dtype != torch.bfloat16
+        or matrix_integers(gate)[2] & _INT8
+    ):
         return None
     if not rest and weight_ED.shape[0] == 2 * half:
         gate, up = (

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.kernels.packed_blocks import common_blocks
 
+from tightwire.kernels.layer_ops import gated_linear, swiglu
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, PackedFormat
 
@@ -99,6 +100,14 @@ def test_nan_in_one_row_stays_there() -> None:
     got = linear(x, weight)
     assert got[2].isnan().all()
     assert torch.equal(got[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 5, 70])
+def test_no_inputs_leave_the_bias(dtype: torch.dtype, num_tokens: int) -> None:
+    x, weight, bias = _random(num_tokens, 0, dtype=dtype), _random(40, 0, dtype=dtype), _random(40, dtype=dtype)
+    assert torch.equal(linear(x, weight, bias), bias.expand(num_tokens, -1))
+    assert torch.equal(gated_linear(x, weight, bias, num_decode_rows=0), swiglu(bias.expand(num_tokens, -1)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -62,7 +62,7 @@ void multiply_few_rows(const tw_linear_args &args, int64_t start, int64_t stop) 
     const int64_t depth = args.num_inputs, steps = tile_steps(depth), x_bytes = tile_bytes(args.num_tokens);
     set_tiles(x_bytes / LANES);
     zero_cells();
-    const int64_t num_units = most(1, (depth + UNIT_INPUTS - 1) / UNIT_INPUTS);
+    const int64_t num_units = (depth + UNIT_INPUTS - 1) / UNIT_INPUTS;
     const int64_t unit_inputs = TILE_INPUTS * ((steps + num_units - 1) / num_units);
     char *copies = (char *)thread_scratch(WIDENED_WEIGHTS, 2 * LANES * COPY_STRIDE / 4);
     alignas(64) float sums[FEW_ROWS * PANEL];

@@ -258,7 +258,7 @@ void tw_linear(const void *linear_args, int64_t start, int64_t stop) {
     const tw_linear_args &args = *(const tw_linear_args *)linear_args;
     if (is_int8(args.weight_kind)) return multiply_int8(args, start, stop);
 #if defined(__AMX_BF16__)
-    if (args.in_pairs && args.num_tokens)
+    if (args.in_pairs && args.num_tokens && args.num_inputs)
         return args.num_tokens > FEW_ROWS ? multiply_many_rows(args, start, stop) : multiply_few_rows(args, start, stop);
 #elif defined(__AVX512BF16__)
     if (args.in_pairs) return multiply_outputs<PairDot>(args, start, stop);
