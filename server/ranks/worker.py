@@ -48,7 +48,13 @@ def main(import_body: Callable[[], Body] = _import_body) -> int:
         except BaseException as error:  # noqa: BLE001 - each rank tells it to the parent
             imported = error
     for identity in identities:
-        if not os.fork():
+        try:
+            is_rank = not os.fork()
+        except OSError as error:
+            have = "no process or memory is left to this user or container"
+            print(f"rank {identity.rank} cannot be forked: {error.strerror}; {have}", file=sys.stderr)
+            return 1
+        if is_rank:
             for fd in set[int]().union(*(each.fds for each in identities)) - identity.fds:
                 os.close(fd)
             with contextlib.suppress(BrokenPipeError):  # the parent has died

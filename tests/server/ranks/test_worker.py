@@ -239,6 +239,21 @@ def test_a_rank_that_is_forked_when_the_parent_has_just_died_says_nothing() -> N
     assert told.stderr == b""
 
 
+def test_a_fork_that_fails_is_told_in_a_line() -> None:
+    ours, theirs = socket.socketpair()
+    names = {"to_parent": "", "inboxes": (), "reporter": "", "store_port": 0, "store_fd": None}
+    identity = RankIdentity(rank=3, world_size=4, parent_pid=os.getpid(), work_fd=theirs.fileno(), **names)
+    fails = "def fork(): raise OSError(11, 'Resource temporarily unavailable')"
+    code = f"import os, sys\nfrom tightwire.server.ranks import worker\n{fails}\nos.fork = fork\nsys.exit(worker.main(lambda: None))"
+    with ours, theirs:
+        given = {"input": msgspec.json.encode([identity]) + b"\n", "pass_fds": (theirs.fileno(),)}
+        told = subprocess.run([sys.executable, "-c", code], **given, stderr=subprocess.PIPE, check=False)
+    assert told.returncode == 1 and told.stderr.startswith(
+        b"rank 3 cannot be forked: Resource temporarily unavailable;"
+    )
+    assert told.stderr.count(b"\n") == 1
+
+
 def test_work_is_handed_out_before_a_rank_can_read_it() -> None:
     """It may be more than a pipe or socket holds."""
     with Ranks(1, (sys.executable, "-c", "import time; time.sleep(60)")) as ranks:
