@@ -52,7 +52,7 @@ def main(import_body: Callable[[], Body] = _import_body) -> int:
             is_rank = not os.fork()
         except OSError as error:
             have = "no process or memory is left to this user or container"
-            print(f"rank {identity.rank} cannot be forked: {error.strerror}; {have}", file=sys.stderr)
+            sys.stderr.write(f"rank {identity.rank} cannot be forked: {error.strerror}; {have}\n")
             return 1
         if is_rank:
             for fd in set[int]().union(*(each.fds for each in identities)) - identity.fds:
