@@ -50,18 +50,18 @@ static uint8_t *packed_rows(int64_t kind, size_t *row_bytes) {
 
 static tw_linear_args product_of(const float *x, const uint8_t *weights, int64_t row_bytes, int64_t kind, int64_t tokens,
                                  float *out) {
-    return {(address)out, (address)x, (address)weights, 0, 4 * INPUTS, row_bytes, kind, tokens, OUTPUTS, INPUTS, 0, 0, 0};
+    return {(address)out, (address)x, (address)weights, 0, 4 * INPUTS, row_bytes, kind, tokens, OUTPUTS, INPUTS, 0, 0, 0, nullptr};
 }
 
 // Multiply with weights of `kind`, after the rows are prepared if they must be.
 static void multiply(const char *name, tw_linear_args args, int64_t kind) {
-    tw_rows_args rows = {0, args.x, args.x_stride, args.num_tokens, INPUTS, 0, kind};
+    tw_rows_args rows = {0, args.x, args.x_stride, args.num_tokens, INPUTS, OUTPUTS, 0, kind};
     const int64_t prepared_bytes = tw_prepared_bytes(&rows);
     void *prepared = calloc(1, (size_t)prepared_bytes + 64);
     rows.out = ((address)prepared + 63) / 64 * 64;
     if (prepared_bytes) {
         tw_prepare_rows(&rows, 0, (args.num_tokens + 15) / 16);
-        args.x = rows.out, args.x_stride = prepared_bytes / args.num_tokens;
+        args.x = rows.out, args.x_stride = tw_prepared_stride(&rows);
     }
     args.weight_kind = kind;
     tw_linear(&args, 0, OUTPUTS);
