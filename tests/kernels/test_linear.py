@@ -90,7 +90,8 @@ def test_rows_too_wide_to_keep_a_block_of_weights_widened(dtype: torch.dtype, nu
 def test_views_are_read_without_a_copy() -> None:
     wide_x, wide_weight = _random(4, 100, dtype=torch.bfloat16), _random(80, 90, dtype=torch.bfloat16)
     x, weight = wide_x[:, 3:67], wide_weight[::2, 5:69]
-    assert torch.equal(linear(x, weight), linear(x.contiguous(), weight.contiguous()))
+    for rows in (x, x[:1].expand(70, -1)):
+        assert torch.equal(linear(rows, weight), linear(rows.contiguous(), weight.contiguous()))
 
 
 def test_nan_in_one_row_stays_there() -> None:
@@ -113,6 +114,14 @@ def test_no_inputs_leave_the_bias(dtype: torch.dtype, num_tokens: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows(dtype: torch.dtype) -> None:
     assert linear(torch.zeros(0, 8, dtype=dtype), torch.zeros(6, 8, dtype=dtype)).shape == (0, 6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_no_outputs_and_no_inputs(num_tokens: int, dtype: torch.dtype) -> None:
+    x, bias = torch.zeros(num_tokens, 8, dtype=dtype), _random(70, dtype=dtype)
+    assert linear(x, torch.zeros(0, 8, dtype=dtype)).shape == (num_tokens, 0)
+    assert torch.equal(linear(x[:, :0], torch.zeros(70, 0, dtype=dtype), bias), bias.expand(num_tokens, 70))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -90,7 +90,7 @@ TW_API int64_t tw_outputs_at_once(const void *linear_args, int64_t num_threads);
 TW_API int64_t tw_panel(void);
 // Whether bfloat16 numbers are multiplied in pairs (AVX512-BF16).
 TW_API int64_t tw_has_pairs(void);
-// Rows of x of `kind` as tw_linear reads them: quantized for an integer kind of weights, in tiles for matrix units (and 0 apart), else
+// Rows of x of `kind` as tw_linear reads them: quantized for an integer kind of weights, in tiles for matrix units, else
 // widened; in tw_prepared_bytes(), which is 0 if x is read as it is. Items are sixteens of rows.
 typedef struct {
     address out, x;

@@ -272,7 +272,7 @@ int64_t tw_gated_rows(void) { return UNITS ? FEW_ROWS + 1 : 0; }
 int64_t tw_outputs_at_once(const void *linear_args, int64_t num_threads) {
     const tw_linear_args &args = *(const tw_linear_args *)linear_args;
     if (!UNITS || !args.in_pairs || is_int8(args.weight_kind) || args.num_tokens <= FEW_ROWS) return PANEL;
-    const int64_t blocks = (args.num_outputs + 2 * LANES - 1) / (2 * LANES);
+    const int64_t blocks = most(1, (args.num_outputs + 2 * LANES - 1) / (2 * LANES));
     return (blocks + num_threads - 1) / num_threads * 2 * LANES;
 }
 int64_t tw_has_pairs(void) { return PAIRS; }
@@ -287,7 +287,7 @@ int64_t tw_prepared_bytes(const void *rows_args) {
 
 int64_t tw_prepared_stride(const void *rows_args) {
     const tw_rows_args &args = *(const tw_rows_args *)rows_args;
-    if (in_tiles(args)) return 0;
+    if (in_tiles(args)) return TILED;
     const int64_t bytes = tw_prepared_bytes(rows_args);
     return bytes ? bytes / args.num_rows : args.x_stride;
 }

@@ -91,7 +91,7 @@ void multiply_panel(const tw_linear_args *halves, const Panel &panel, int64_t to
                     int64_t num_kept, Sums &sums) {
     const tw_linear_args &args = *halves;
     const int64_t steps = tile_steps(args.num_inputs);
-    const bool tiled = args.x_stride == 0;
+    const bool tiled = args.x_stride == TILED;
     // Bytes from row to row within a tile of x, and on the whole; from step to step.
     const int64_t stride = tiled ? 64 : args.x_stride;
     const int64_t row_bytes = tiled ? 64 * steps : args.x_stride, step_bytes = tiled ? TILE_BYTES : 64;

@@ -14,8 +14,8 @@ constexpr bool UNITS = true;
 #else
 constexpr bool UNITS = false;
 #endif
-constexpr int64_t TILE_INPUTS = 32, TILE_BYTES = 1024;
-constexpr int64_t FEW_ROWS = 2 * LANES;
+constexpr int64_t TILE_INPUTS = 32, TILE_BYTES = 1024, FEW_ROWS = 2 * LANES;
+constexpr int64_t TILED = -1;  // tw_prepared_stride of tiles; rows that are all the same one are 0 apart
 
 INLINE int64_t tile_steps(int64_t depth) { return (depth + TILE_INPUTS - 1) / TILE_INPUTS; }
 
@@ -36,7 +36,7 @@ INLINE int64_t tiled_bytes(int64_t num_rows, int64_t depth) {
 
 // Rows of bfloat16, which are `all_rows` with those before and behind, as tiles.
 void make_tiles(char *tiles, const char *x, int64_t x_stride, int64_t num_rows, int64_t all_rows, int64_t depth);
-// tw_linear of up to FEW_ROWS rows in tiles, and of more, in tiles (x_stride 0) or as they lie.
+// tw_linear of up to FEW_ROWS rows in tiles, and of more, in tiles or as they lie.
 void multiply_few_rows(const tw_linear_args &args, int64_t start, int64_t stop);
 void multiply_many_rows(const tw_linear_args &args, int64_t start, int64_t stop);
 
