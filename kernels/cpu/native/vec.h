@@ -120,9 +120,7 @@ EACH(F32, minimum, (F32 a, F32 b), min_reg(a.reg[i], b.reg[i]))
 EACH(I32, splat_int, (int32_t value), IntReg{} + value)
 INLINE I32 lane_numbers() {
     I32 out;
-    int32_t numbers[LANES];
-    for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane;
-    memcpy(&out, numbers, sizeof out);
+    for (int lane = 0; lane < LANES; lane++) out.reg[lane / REG_LANES][lane % REG_LANES] = lane;
     return out;
 }
 EACH(I32, operator+, (I32 a, I32 b), (IntReg)((UintReg)a.reg[i] + (UintReg)b.reg[i]))  // wraps around
@@ -226,11 +224,8 @@ constexpr auto smaller_of = [](auto a, auto b) { return a < b ? a : b; };
 INLINE float sum_lanes(F32 value) { return fold(value, sum_of); }
 INLINE float max_lanes(F32 value) { return fold(value, larger_of); }
 INLINE float min_lanes(F32 value) { return fold(value, smaller_of); }
-INLINE int32_t max_lanes_unsigned(I32 value) {
-    U32 lanes;
-    for (int i = 0; i < REGS; i++) lanes.reg[i] = (UintReg)value.reg[i];
-    return (int32_t)fold(lanes, larger_of);
-}
+EACH(U32, without_sign, (I32 value), (UintReg)value.reg[i])
+INLINE int32_t max_lanes_unsigned(I32 value) { return (int32_t)fold(without_sign(value), larger_of); }
 
 // Four floats of every fourth row: of four rows with registers of sixteen lanes, of two with eight, of one with four.
 INLINE FloatReg load_fours(const float *row, int64_t stride) {

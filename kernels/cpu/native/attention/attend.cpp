@@ -132,12 +132,10 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
         const int64_t left = num_keys - first_key, width = left > KEYS / 2 ? KEYS : KEYS / 2;
         for (int key = 0; key < width; key += LANES) {
             float *keys_t = buffers.keys_t + key, *values = buffers.values + buffers.padded * (IN_PAIRS ? key / 2 : key);
-            auto read = [&]<class Number>(Number) {
-                read_keys<Number>(args, walk, kv_head, left - key, buffers, keys_t, values);
+            const auto read = [&]<class Number>(Number) {
+                read_keys<Number, IN_PAIRS>(args, walk, kv_head, left - key, buffers, keys_t, values);
             };
-            if constexpr (IN_PAIRS)
-                read_keys_in_pairs(args, walk, kv_head, left - key, buffers, keys_t, values);
-            else if (args.cache_kind == INT8_HEADS)
+            if (args.cache_kind == INT8_HEADS)
                 read(Codes());
             else
                 with_kind(args.cache_kind, read);

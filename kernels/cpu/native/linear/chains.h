@@ -8,7 +8,7 @@ INLINE bool in_chains(int64_t num_rows, int64_t weight_kind) { return !WIDE && n
 
 // Bytes of sixteen rows of `depth` inputs as a panel.
 int64_t chains_bytes(int64_t depth);
-// Up to sixteen rows of `kind` as a panel.
-void make_chains(char *panel, const char *rows, int64_t stride, int64_t num_rows, int64_t depth, int64_t kind);
+// Rows of `kind` as panels.
+void make_chains(char *panels, const char *rows, int64_t stride, int64_t num_rows, int64_t depth, int64_t kind);
 // tw_linear of rows in panels.
 void multiply_chains(const tw_linear_args &args, int64_t start, int64_t stop);

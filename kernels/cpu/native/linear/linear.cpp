@@ -164,15 +164,6 @@ __attribute__((noinline)) void multiply_packed(char *c, const char *x, const cha
 
 // --- a block of columns -----------------------------------------------------------------------------------------------
 
-template <class Number>
-void widen_rows(char *target, int64_t target_stride, const char *source, int64_t source_stride, int64_t rows, int64_t depth) {
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t at = 0; at < depth; at += LANES)
-            store_numbers<Float32>(target + target_stride * row + 4 * at,
-                                   load_numbers<Number>(source + source_stride * row + Number::size * at, depth - at),
-                                   depth - at);
-}
-
 // The sums of a panel of plain weights, a block after the other.
 template <class Dot>
 void multiply_plain(const Block &panel, int64_t kind) {
@@ -303,14 +294,13 @@ void tw_prepare_rows(const void *rows_args, int64_t start, int64_t stop) {
         return make_tiles(out + tile_bytes(args.num_rows) * tile_steps(depth) * start, x, args.x_stride, rows, args.num_rows,
                           depth);
 #endif
-    if (in_chains(args.num_rows, args.weight_kind)) {
-        for (int64_t at = start; at < stop; at++)
-            make_chains(out + chains_bytes(depth) * at, (const char *)args.x + args.x_stride * LANES * at, args.x_stride,
-                        least(LANES, args.num_rows - LANES * at), depth, args.kind);
-        return;
-    }
+    if (in_chains(args.num_rows, args.weight_kind))
+        return make_chains(out + chains_bytes(depth) * start, x, args.x_stride, rows, depth, args.kind);
     with_kind(args.kind, [&]<class Number>(Number) {
-        widen_rows<Number>(out + 4 * depth * row, 4 * depth, x, args.x_stride, rows, depth);
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t at = 0; at < depth; at += LANES)
+                store_numbers<Float32>(out + 4 * (depth * (row + i) + at),
+                                       load_numbers<Number>(x + args.x_stride * i + Number::size * at, depth - at), depth - at);
     });
 }
 

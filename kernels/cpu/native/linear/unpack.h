@@ -23,15 +23,6 @@ struct BlockSource {
     static float float_of_bits(uint32_t bits) { return float_of(bits); }
 };
 
-#if defined(__AVX512F__)
-// The first four bytes of sixteen blocks: two float16.
-struct HeadSource {
-    __m512i heads;
-
-    FloatReg half(int at) const { return (FloatReg)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 8 * at))); }
-};
-#endif
-
 // Makes the compiler read `value` from memory afterwards. A CPU with AVX2 loads one number for all lanes, or widens bytes that it
 // loads, in half a cycle; from a register it takes one to two.
 INLINE void keep_in_memory([[maybe_unused]] auto &value) {
@@ -59,10 +50,10 @@ struct Scales {
         } else if constexpr (gathers) {
 #if defined(__AVX512F__)
             const __m512i places = (__m512i)(lane_numbers().reg[0] * Format::num_bytes);
-            const HeadSource source = {
-                _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), (1 << num_groups) - 1, places, block, 1)};
-            _mm512_store_ps(scales, (__m512)Format::scale(source, 0));
-            _mm512_store_ps(minima, (__m512)Format::minimum(source, 0));
+            const auto used = (1 << num_groups) - 1;  // a block begins with the float16 of its scale, then of its minimum
+            const __m512i heads = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), used, places, block, 1);
+            _mm512_store_ps(scales, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(heads)));
+            _mm512_store_ps(minima, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 16))));
 #endif
         } else {
             scales[0] = Format::scale(BlockSource{block}, 0);
@@ -221,20 +212,19 @@ template <class Format>
 INLINE __m512i group_pairs(const char *run, const Scales<Format> &scales, int64_t first, unsigned group) {
     constexpr int bits = Format::Low::bits + Format::High::bits + (Format::fifths_at > 0);
     const char *block = run + (first + group / Format::num_groups) * Format::num_bytes;
+    constexpr bool computes_all = bits <= (Format::num_parts == 1 ? 5 : 3);
     FloatReg numbers[2];
-    if constexpr (Format::num_parts == 1 && bits <= 5) {
+    Codes codes;
+    if constexpr (computes_all && Format::num_parts == 1) {
         // All numbers of such codes are computed once, then looked up: the lookup takes five bits, with four those of two groups.
         UNROLL_FOR (int upper = 0; upper < 2; upper++) {
             const int64_t own = first + (bits == 4 ? (group / 2 * 2 + upper) % Scales<Format>::run_groups : group);
-            UintReg codes = (UintReg)lane_numbers().reg[0] + (bits == 5 ? 16 * upper : 0);
-            if constexpr (Format::table != nullptr) codes = (UintReg)((IntReg)(look_up<Format>(codes) << 24) >> 24);
-            numbers[upper] = scales.numbers((IntReg)codes - Format::offset, own);
+            UintReg number = (UintReg)lane_numbers().reg[0] + (bits == 5 ? 16 * upper : 0);
+            if constexpr (Format::table != nullptr) number = (UintReg)((IntReg)(look_up<Format>(number) << 24) >> 24);
+            numbers[upper] = scales.numbers((IntReg)number - Format::offset, own);
         }
-        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
-        const Codes codes = group_codes<Format>(block, group % Format::num_groups) | (uint8_t)(bits == 4 ? group % 2 << 4 : 0);
-        return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes), table);
-    }
-    if constexpr (Format::num_parts == 2 && bits <= 3) {
+        codes = group_codes<Format>(block, group % Format::num_groups) | (uint8_t)(bits == 4 ? group % 2 << 4 : 0);
+    } else if constexpr (computes_all) {
         // Likewise, of as many parts as a register has room for.
         constexpr unsigned parts = 32 >> bits;
         UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -247,15 +237,14 @@ INLINE __m512i group_pairs(const char *run, const Scales<Format> &scales, int64_
             else
                 numbers[i] = numbers[i] * scale;
         }
-        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
-        Codes codes = group_codes<Format>(block, group) | (uint8_t)(2 * group % parts << bits);
         const __m256i second = _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_set1_epi8(1 << bits), 1);
-        return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes | second), table);
+        codes = group_codes<Format>(block, group) | (uint8_t)(2 * group % parts << bits) | (Codes)second;
+    } else {
+        read_group<Format>(codes, run, first, group);
+        with_group(codes, run, scales, first, group, [&](int at, FloatReg those) { numbers[at / LANES] = those; });
     }
-    Codes codes;
-    read_group<Format>(codes, run, first, group);
-    with_group(codes, run, scales, first, group, [&](int at, FloatReg those) { numbers[at / LANES] = those; });
-    return (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
+    const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
+    return computes_all ? _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes), rounded) : rounded;
 }
 #endif
 
