@@ -58,7 +58,7 @@ def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
         raise ValueError(f"sum_N must be float32, got {sum_N.dtype}")
     reference.check_message(buf, fmt, sum_N.numel(), device)
     if buf.is_cuda:
-        _triton().decode_add(buf, fmt, sum_N)
+        _triton().decode(buf, fmt, sum_N, adds=True)
     elif available():
         _run("tw_decode_add", buf, sum_N, fmt)
     else:
@@ -89,17 +89,9 @@ def decode_reduce_encode(
     elif available():
         places = array("q", addresses(*bufs))
         messages, num_messages = places.buffer_info()
-        given = (
-            *addresses(out),
-            messages,
-            *addresses(carried_M),
-            num_messages,
-            num_elems,
-            _fields(fmt),
-            _fields(out_fmt),
-        )
-        num_rows = -(-num_elems // MAX_GROUP_ELEMS)
-        run_on_rows("tw_decode_reduce_encode", struct("tw_recode_args", given), num_rows, MAX_GROUP_ELEMS)
+        tensors = *addresses(out), messages, *addresses(carried_M)
+        arguments = struct("tw_recode_args", (*tensors, num_messages, num_elems, _fields(fmt), _fields(out_fmt)))
+        run_on_rows("tw_decode_reduce_encode", arguments, -(-num_elems // MAX_GROUP_ELEMS), MAX_GROUP_ELEMS)
     else:
         out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, carried_M))
     return out
@@ -116,7 +108,7 @@ def _fields(fmt: BlockFormat) -> tuple[int, ...]:
 
 
 def _triton() -> ModuleType:
-    """The module with these four functions for a GPU, imported on first use: a CPU host need not have Triton."""
+    """The module with these functions for a GPU, imported on first use: a CPU host need not have Triton."""
     from tightwire.kernels.cuda import block_quant
 
     return block_quant

@@ -14,6 +14,7 @@ from tightwire.kernels.spec.layer_ops import (
     HeadNorms,
     NormForm,
     Rotation,
+    RowProduct,
     add_rms_norm_reference,
     check_add_norm,
     check_gates,
@@ -55,19 +56,10 @@ def add_rms_norm(
 
 
 def norm_linear(
-    x_1D: Tensor | None,
-    residual_1D: Tensor,
-    norm_D: Tensor,
-    form: NormForm,
-    weight_OD: Tensor,
-    bias_O: Tensor | None = None,
-    gelu: bool | None = None,
-    rotation: Rotation | None = None,
+    x_1D: Tensor | None, residual_1D: Tensor, norm_D: Tensor, form: NormForm, product: RowProduct
 ) -> tuple[Tensor, Tensor]:
-    """``norm_linear_reference`` of one row, on a GPU in one kernel; the order of its sums differs. Cost: the bytes of the weights.
-
-    ``rotation``: of queries and keys, which have no norms, with caches in the dtype of the weights.
-    """
+    """``norm_linear_reference`` of one row, on a GPU in one kernel; the order of its sums differs. Cost: the bytes of the weights."""
+    weight_OD, bias_O, gelu, rotation = product
     if len(residual_1D) != 1 or (gelu is not None and weight_OD.shape[0] % 2):
         given = f"{len(residual_1D)} and {len(weight_OD)}"
         raise ValueError(f"norm_linear takes one row, and with gates an even number of outputs; got {given}")
@@ -83,10 +75,10 @@ def norm_linear(
         if not residual_1D.is_cuda:
             check_slots(rotation.slot_T, rotation.k_cache_NKPE.shape[0] * rotation.k_cache_NKPE.shape[2])
     if not residual_1D.is_cuda:
-        return norm_linear_reference(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu, rotation)
+        return norm_linear_reference(x_1D, residual_1D, norm_D, form, product)
     from tightwire.kernels.cuda.linear_row import norm_linear_row
 
-    return norm_linear_row(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu, rotation)
+    return norm_linear_row(x_1D, residual_1D, norm_D, form, product)
 
 
 def check_slots(slot_T: Tensor, num_slots: int) -> None:

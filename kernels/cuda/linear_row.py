@@ -12,7 +12,7 @@ from torch import Tensor
 from tightwire.kernels.cuda.launch import launch, wait_for_last
 from tightwire.kernels.cuda.layer_ops import Heads, activated, pair_places
 from tightwire.kernels.cuda.numbers import load_operand, narrowed, raw, widened
-from tightwire.kernels.spec.layer_ops import NormForm, Rotation
+from tightwire.kernels.spec.layer_ops import NormForm, RowProduct
 
 # Numbers of a row at a time: 16 bytes for each thread of two warps, and with 16 outputs eight times that.
 _PLACES = tl.constexpr(512)
@@ -20,16 +20,10 @@ _STAGES = tl.constexpr(3)  # one iteration is multiplied while copies of the nex
 
 
 def norm_linear_row(
-    x_1D: Tensor | None,
-    residual_1D: Tensor,
-    norm_D: Tensor,
-    form: NormForm,
-    weight_OD: Tensor,
-    bias_O: Tensor | None,
-    gelu: bool | None = None,
-    rotation: Rotation | None = None,
+    x_1D: Tensor | None, residual_1D: Tensor, norm_D: Tensor, form: NormForm, product: RowProduct
 ) -> tuple[Tensor, Tensor]:
     """Compute ``layer_ops.norm_linear_reference``; the order of the float32 sums differs."""
+    weight_OD, bias_O, gelu, rotation = product
     num_outputs, size = weight_OD.shape
     num_stored, heads, given_rotation = num_outputs if gelu is None else num_outputs // 2, None, None
     if rotation is not None:

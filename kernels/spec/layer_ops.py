@@ -44,6 +44,17 @@ class HeadNorms(NamedTuple):
     mean_squares_T2: Tensor | None = None  # float32, of all ranks' heads of q and of k; None: those given are all
 
 
+class RowProduct(NamedTuple):
+    """What ``norm_linear`` multiplies a row's norm with, and computes of the product."""
+
+    weight_OD: Tensor
+    bias_O: Tensor | None = None
+    gelu: bool | None = None  # ``swiglu`` of the product, with or without gelu; None: neither
+    rotation: Rotation | None = (
+        None  # of queries and keys, which have no norms, with caches in the dtype of the weights
+    )
+
+
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     """``(weight + offset) * (x / sqrt(mean(x^2) + eps))`` in float32, rounded once to the dtype of the weight."""
     return _normed(x_TD, weight_D, form).to(weight_D.dtype)
@@ -114,19 +125,13 @@ def linear_reference(
 
 
 def norm_linear_reference(
-    x_1D: Tensor | None,
-    residual_1D: Tensor,
-    norm_D: Tensor,
-    form: NormForm,
-    weight_OD: Tensor,
-    bias_O: Tensor | None = None,
-    gelu: bool | None = None,
-    rotation: Rotation | None = None,
+    x_1D: Tensor | None, residual_1D: Tensor, norm_D: Tensor, form: NormForm, product: RowProduct
 ) -> tuple[Tensor, Tensor]:
     """The product of ``rms_norm(s)`` in float32, rounded once; and s, as in ``add_rms_norm``, or the residual.
 
-    With ``gelu`` ``swiglu`` of the product; with ``rotation`` its queries, after ``rotate_and_cache_reference``.
+    With a ``rotation`` the product's queries, after ``rotate_and_cache_reference``.
     """
+    weight_OD, bias_O, gelu, rotation = product
     sum_1D = residual_1D if x_1D is None else add_rms_norm_reference(x_1D, residual_1D, norm_D, form)[1]
     out_1O = F.linear(_normed(sum_1D, norm_D, form), weight_OD.float(), None if bias_O is None else bias_O.float())
     if gelu is not None:

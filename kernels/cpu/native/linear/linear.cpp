@@ -119,8 +119,6 @@ void multiply_in_parts(const Block &block) {
     }
 }
 
-// --- packed weights ---------------------------------------------------------------------------------------------------
-
 // c (COLS) = one row of x @ packed rows (COLS, groups)^T, unpacked on the way.
 template <int COLS, class Format, bool PAIR>
 __attribute__((noinline)) void multiply_packed(char *c, const char *x, const char *b, int64_t b_stride, int64_t num_groups) {
@@ -161,8 +159,6 @@ __attribute__((noinline)) void multiply_packed(char *c, const char *x, const cha
     sum_cells<COLS>(sums, out);
     memcpy(c, out, 4 * COLS);
 }
-
-// --- a block of columns -----------------------------------------------------------------------------------------------
 
 // The sums of a panel of plain weights, a block after the other.
 template <class Dot>
