@@ -15,6 +15,7 @@ from tightwire.kernels.spec.layer_ops import (
     NormForm,
     Rotation,
     RowProduct,
+    SumNorms,
     add_rms_norm_reference,
     check_add_norm,
     check_gates,
@@ -22,7 +23,6 @@ from tightwire.kernels.spec.layer_ops import (
     check_norm,
     check_rotation,
     norm_linear_reference,
-    rms_norm_reference,
     rotate_and_cache_reference,
     swiglu_reference,
 )
@@ -30,29 +30,15 @@ from tightwire.kernels.spec.layer_ops import (
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     """``rms_norm_reference``, equal to it except for the order of the float32 sum over D; in the dtype of the weight."""
-    check_norm(x_TD, x_TD, weight_D)
+    return add_rms_norm(x_TD, None, SumNorms(weight_D, form))[0]
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor | None, norms: SumNorms) -> tuple[Tensor, Tensor]:
+    """``add_rms_norm_reference`` in one pass: the normalized sum and the sum itself, both new tensors."""
+    check_add_norm(x_TD, residual_TD, norms)
     if x_TD.is_cuda:
-        return _triton().add_rms_norm(x_TD, None, weight_D, form)[0]
-    return add_rms_norm_cpu(x_TD, None, weight_D, form)[0] if available() else rms_norm_reference(x_TD, weight_D, form)
-
-
-def add_rms_norm(
-    x_TD: Tensor,
-    residual_TD: Tensor,
-    weight_D: Tensor | None,
-    form: NormForm,
-    x_weight_D: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``add_rms_norm_reference`` in one pass: the normalized sum and the sum itself, both new tensors.
-
-    ``dtype``: of the first result, if there is no ``weight``; weights have one dtype.
-    """
-    check_add_norm(x_TD, residual_TD, weight_D, x_weight_D, dtype)
-    if x_TD.is_cuda:
-        return _triton().add_rms_norm(x_TD, residual_TD, weight_D, form, x_weight_D, dtype)
-    add = add_rms_norm_cpu if available() else add_rms_norm_reference
-    return add(x_TD, residual_TD, weight_D, form, x_weight_D, dtype)
+        return _triton().add_rms_norm(x_TD, residual_TD, norms)
+    return (add_rms_norm_cpu if available() else add_rms_norm_reference)(x_TD, residual_TD, norms)
 
 
 def norm_linear(

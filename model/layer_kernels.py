@@ -10,7 +10,7 @@ from tightwire.kernels.attention import paged_attention
 from tightwire.kernels.layer_ops import add_rms_norm, check_slots, norm_linear, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.attention import AttentionForm, PackedSequences
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, RowProduct
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, RowProduct, SumNorms
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Matrix, Weight
 from tightwire.model.adapters.product import AdapterProducts
@@ -52,7 +52,7 @@ class Layers(Protocol):
         if last_norm is None and self.form.scale == 1.0:
             return residual_TD + update_TD
         dtype = residual_TD.dtype if last_norm is None else last_norm.dtype
-        return add_rms_norm(update_TD, residual_TD, None, self.form, last_norm, dtype)[1]
+        return add_rms_norm(update_TD, residual_TD, SumNorms(None, self.form, last_norm, dtype))[1]
 
 
 def norm_form(config: LlamaConfig) -> NormForm:
@@ -187,7 +187,8 @@ class EagerLayers(Layers):
         dtype, residual_TD = self._cache.dtype, self.residual_TD
         if update_TD is None:
             return residual_TD.to(dtype) if norm is None else rms_norm(residual_TD, norm, self.form)
-        normed_TD, self.residual_TD = add_rms_norm(update_TD, residual_TD, norm, self.form, update_norm, dtype)
+        norms = SumNorms(norm, self.form, update_norm, dtype)
+        normed_TD, self.residual_TD = add_rms_norm(update_TD, residual_TD, norms)
         return normed_TD
 
     def _adapt(self, site: str, index: int, x_TD: Tensor, out_TO: Tensor) -> Tensor:

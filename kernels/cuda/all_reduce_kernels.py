@@ -76,8 +76,6 @@ def two_shot_kernel(
     end_call(headers, rank, number, dead, late, failure)
 
 
-# --- what a block does with its rows ----------------------------------------------------------------------------------
-
 # Loops have no range(): the interpreter of Triton 3.6 fails on it with NumPy 2.4.
 
 

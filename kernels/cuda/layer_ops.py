@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch, padded, wait_for_last
 from tightwire.kernels.cuda.numbers import bf16_above, from_bf16, narrowed, raw, widened
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, head_norm
+from tightwire.kernels.spec.layer_ops import HeadNorms, Rotation, SumNorms, head_norm
 
 _MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
 # Each of 128 threads rotates eight pairs: a vector of 16-bit numbers from either half of a head.
@@ -24,18 +24,9 @@ _TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest
 _GATED_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 threads
 
 
-def add_rms_norm(
-    x_TD: Tensor,
-    residual_TD: Tensor | None,
-    weight_D: Tensor | None,
-    form: NormForm,
-    x_weight_D: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute ``layer_ops.add_rms_norm_reference``: the normalized sum and the sum itself, both new tensors.
-
-    Without a residual x is normalized, and there is no sum. The order of the float32 sum over D and the root's last bit differ.
-    """
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor | None, norms: SumNorms) -> tuple[Tensor, Tensor]:
+    """Compute ``layer_ops.add_rms_norm_reference``, both new tensors. The order of the float32 sum over D and the root's last bit differ."""
+    weight_D, form, x_weight_D, dtype = norms
     num_rows, size = x_TD.shape
     if size > _MAX_ROW_ELEMS:
         raise ValueError(f"rms_norm takes rows of at most {_MAX_ROW_ELEMS} numbers, got {size}")

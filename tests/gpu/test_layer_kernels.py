@@ -12,6 +12,7 @@ from tightwire.kernels.spec.layer_ops import (
     NormForm,
     Rotation,
     RowProduct,
+    SumNorms,
     add_rms_norm_reference,
     norm_linear_reference,
     rotate_and_cache_reference,
@@ -65,8 +66,8 @@ def test_norm(dtype: torch.dtype, device: torch.device) -> None:
         torch.randn(300, 4096).to(dtype),
         torch.randn(4096).to(dtype),
     )
-    got, total = add_rms_norm(x.to(device), residual.to(device), weight.to(device), NormForm(1e-5))
-    want, want_total = add_rms_norm_reference(x, residual, weight, NormForm(1e-5))
+    got, total = add_rms_norm(x.to(device), residual.to(device), SumNorms(weight.to(device), NormForm(1e-5)))
+    want, want_total = add_rms_norm_reference(x, residual, SumNorms(weight, NormForm(1e-5)))
     assert torch.equal(total.cpu(), want_total)
     units = 2 * torch.finfo(dtype).eps + 4096 * torch.finfo(torch.float32).eps
     assert ((got.cpu().double() - want.double()).abs() <= units * want.double().abs()).all()

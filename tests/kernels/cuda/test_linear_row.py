@@ -12,6 +12,7 @@ from tightwire.kernels.spec.layer_ops import (
     NormForm,
     Rotation,
     RowProduct,
+    SumNorms,
     add_rms_norm_reference,
     norm_linear_reference,
     rotate_and_cache_reference,
@@ -48,7 +49,7 @@ def _check(
             assert got.dtype == dtype and got.shape == want.shape
             # The float32 sums differ by their order: a unit for each of their numbers at most.
             normed = add_rms_norm_reference(
-                want_total.double(), torch.zeros(1, size), norm.double(), form._replace(scale=1)
+                want_total.double(), torch.zeros(1, size), SumNorms(norm.double(), form._replace(scale=1))
             )[0]
             products = weight.double() * normed
             error_O = (products.abs().sum(1) + (0 if bias is None else bias.abs())) * size * 2**-23

@@ -18,7 +18,7 @@ from tightwire.comm.codec.codec_names import has_feedback
 from tightwire.kernels.spec.attention import AttentionForm, KeyBias, PackedSequences
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.int8_heads import cache_width
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, RowProduct
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, RowProduct, SumNorms
 from tightwire.kernels.spec.lora import AdapterSite
 from tightwire.kernels.spec.packed import PackedMatrix
 
@@ -53,8 +53,8 @@ def _layer(num_tokens: int) -> Run:
     x, weight = torch.empty(num_tokens, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
     gate_up = torch.empty(num_tokens, 28672, dtype=BF16)
     return lambda: (
-        layer_ops.add_rms_norm(x, None, weight, NormForm(1e-5)),
-        layer_ops.add_rms_norm(x, x.clone(), weight, NormForm(1e-5)),
+        layer_ops.add_rms_norm(x, None, SumNorms(weight, NormForm(1e-5))),
+        layer_ops.add_rms_norm(x, x.clone(), SumNorms(weight, NormForm(1e-5))),
         layer_ops.swiglu(gate_up),
     )
 
@@ -93,7 +93,7 @@ def _gelu() -> Run:
     )
     return lambda: (
         layer_ops.swiglu(gate_up, gelu=True),
-        layer_ops.add_rms_norm(x, x.clone(), weight, NormForm(1e-6, 1.0), x_weight_D=weight),
+        layer_ops.add_rms_norm(x, x.clone(), SumNorms(weight, NormForm(1e-6, 1.0), x_weight_D=weight)),
     )
 
 
