@@ -3,8 +3,6 @@
 A row's bits depend on that row alone. Shapes, dtypes and layouts that do not match raise ValueError.
 """
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
@@ -36,8 +34,10 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor | None, norms: SumNorms) -> tuple[Tensor, Tensor]:
     """``add_rms_norm_reference`` in one pass: the normalized sum and the sum itself, both new tensors."""
     check_add_norm(x_TD, residual_TD, norms)
-    if x_TD.is_cuda:
-        return _triton().add_rms_norm(x_TD, residual_TD, norms)
+    if x_TD.is_cuda:  # imported on first use, here and below: a CPU host need not have Triton
+        from tightwire.kernels.cuda import layer_ops as triton
+
+        return triton.add_rms_norm(x_TD, residual_TD, norms)
     return (add_rms_norm_cpu if available() else add_rms_norm_reference)(x_TD, residual_TD, norms)
 
 
@@ -91,7 +91,9 @@ def rotate_and_cache(
     """
     check_rotation(qkv_THE, rotation, norms)
     if qkv_THE.is_cuda:
-        return _triton().rotate_and_cache(qkv_THE, rotation, norms)
+        from tightwire.kernels.cuda import layer_ops as triton
+
+        return triton.rotate_and_cache(qkv_THE, rotation, norms)
     if not slots_are_checked:
         check_slots(rotation.slot_T, rotation.k_cache_NKPE.shape[0] * rotation.k_cache_NKPE.shape[2])
     return (rotate_and_cache_cpu if available() else rotate_and_cache_reference)(qkv_THE, rotation, norms)
@@ -101,12 +103,7 @@ def swiglu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
     """``swiglu_reference``, within a few units in the last place of float32 before it rounds; contiguous."""
     check_gates(gate_up_T2F)
     if gate_up_T2F.is_cuda:
-        return _triton().swiglu(gate_up_T2F, gelu=gelu)
+        from tightwire.kernels.cuda import layer_ops as triton
+
+        return triton.swiglu(gate_up_T2F, gelu=gelu)
     return (swiglu_cpu if available() else swiglu_reference)(gate_up_T2F, gelu=gelu)
-
-
-def _triton() -> ModuleType:
-    """Import the Triton kernels on first use, because a CPU host need not have Triton."""
-    from tightwire.kernels.cuda import layer_ops
-
-    return layer_ops

@@ -1,6 +1,5 @@
 """``Layers``, one pass's computation between the ranks' sums, and the one that runs kernel by kernel."""
 
-from collections.abc import Sequence
 from typing import Protocol, TypeGuard
 
 import torch
@@ -17,7 +16,6 @@ from tightwire.model.adapters.product import AdapterProducts
 from tightwire.model.cache.kv_cache import CacheSource, KeyBiases
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
-from tightwire.model.rope import Angles
 from tightwire.model.step import Batch
 from tightwire.model.weights.source import LayerWeights
 from tightwire.model.weights.stage import JoinedRows
@@ -68,22 +66,19 @@ class EagerLayers(Layers):
         config: LlamaConfig,
         shard: Shard,
         cache: CacheSource,
-        angles: Sequence[Angles],
         key_biases: KeyBiases,
         batch: Batch,
         residual_TD: Tensor,
         adapters: AdapterProducts | None = None,
     ) -> None:
-        """``angles``: each layer's rotary tables. ``residual_TD``: the embeddings; sums have its dtype."""
+        """``residual_TD``: the embeddings; sums have its dtype."""
         self._config, self._shard, self._cache, self._batch = config, shard, cache, batch
         self._adapters, self._key_biases = adapters, key_biases
         self._adapted = None if batch.adapters_T is None else AdapterRows.of(batch.adapters_T)
-        lens = batch.query_start_B1, batch.context_lens_B
+        lens, device, angles = (batch.query_start_B1, batch.context_lens_B), cache.device, key_biases.angles
         num_decode = batch.num_decode_rows  # one launch of zeros for all layers, which follow each other
         counts = num_decode, shard.local_kv_heads
-        arrivals_TK = (
-            torch.zeros(counts, dtype=torch.int32, device=cache.device) if cache.device.type == "cuda" else None
-        )
+        arrivals_TK = torch.zeros(counts, dtype=torch.int32, device=device) if device.type == "cuda" else None
         self._sequences = [PackedSequences(*lens, table, num_decode, arrivals_TK) for table in batch.block_tables_LBM]
         self._head_groups = shard.head_groups(config.heads_per_kv_head)
         self.form, self._gelu = norm_form(config), config.activation == "gelu_tanh"
@@ -91,7 +86,7 @@ class EagerLayers(Layers):
         self._angles = [rows[table] for table in angles]
         self._placed: dict[int, LayerWeights] = {}
         self.residual_TD = residual_TD
-        if cache.device.type == "cpu":
+        if device.type == "cpu":
             check_slots(batch.slots_LT.flatten(), cache.num_blocks * cache.block_size)
 
     def place(self, index: int, weights: LayerWeights) -> None:

@@ -25,7 +25,6 @@ from tightwire.model.cache.kv_cache import CacheSource, KeyBiases
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layer_kernels import Layers, norm_form
 from tightwire.model.layout import Shard
-from tightwire.model.rope import Angles
 from tightwire.model.step import Batch
 from tightwire.model.weights.source import LayerWeights
 
@@ -45,14 +44,12 @@ class LayerProgram(Layers):
         config: LlamaConfig,
         shard: Shard,
         cache: CacheSource,
-        angles: Sequence[Angles],
         key_biases: KeyBiases,
         adapters: AdapterProducts | None = None,
     ) -> None:
-        """``angles``: each layer's rotary tables."""
         self._config, self._shard, self._cache, self._adapters = config, shard, cache, adapters
         self.form, self._key_biases = norm_form(config), key_biases
-        self._angles = angles  # kept alive: the program holds their addresses
+        angles = key_biases.angles  # kept alive by these: the program holds their addresses
         self._placed: list[LayerWeights | None] = [None] * config.num_layers
         self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # values always move together with keys
         attention = config.hidden_size * 2 * (shard.local_heads + shard.local_kv_heads) * config.head_dim

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.library import lib, struct
 from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, addresses, run_on_items
-from tightwire.kernels.spec.attention import LOG2_E, AttentionForm, KeyBias, PackedSequences, check_attention
+from tightwire.kernels.spec.attention import LOG2_E, AttentionForm, PackedSequences, check_attention
 
 # Most query rows per tile, unless one token alone has more heads per KV head. With 64 a prompt of 512 takes 1.05 to 1.1 times
 # as long on a Zen 4, because each tile widens its keys and values anew; with 192 0.95, but many threads find too few tiles.
@@ -27,6 +27,9 @@ def paged_attention_cpu(
         raise ValueError(f"attention needs a positive scale, window and cap (or 0), got {scale}, {window} and {cap}")
     _, context_lens_B, block_table_BM = indices = sequences[:3]
     check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form)
+    longest = int(context_lens_B.max()) if key_bias is not None and len(context_lens_B) else 0
+    if key_bias is not None and len(key_bias.cos_SN) < longest:
+        raise ValueError(f"a bias of keys needs cosines of {longest} positions, got {len(key_bias.cos_SN)}")
     num_tokens, num_heads, head_dim = q_THE.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     of_tile = tile_tokens(groups.heads_per_kv_head)
@@ -39,7 +42,7 @@ def paged_attention_cpu(
     cache = k_cache_NKPE.stride(0) * k_cache_NKPE.element_size(), CACHE_KIND[k_cache_NKPE.dtype]
     sizes = block_table_BM.stride(0) * 4, tokens_per_block, num_heads, num_kv_heads, *groups, head_dim
     scores = scale * LOG2_E, cap * LOG2_E, window
-    bias = (0, 0, 0, 0) if key_bias is None else _key_bias(key_bias, context_lens_B)
+    bias = (0, 0, 0, 0) if key_bias is None else (*addresses(*key_bias), key_bias.cos_SN.shape[1])
     arguments = struct("tw_attend_args", (*places, *queries, *cache, *sizes, *scores, bias))
     rows = min(of_tile, num_tokens) * groups.heads_per_kv_head
     multiplications = num_keys * num_kv_heads * head_dim * (8 + rows)
@@ -47,14 +50,6 @@ def paged_attention_cpu(
     max_threads = min(num_items, 1 + multiplications // _WORK_PER_THREAD)
     run_on_items("tw_attend", arguments, num_items, 1, max_threads)
     return out_THE
-
-
-def _key_bias(key_bias: KeyBias, context_lens_B: Tensor) -> tuple[int, ...]:
-    """Return the fields of ``tw_key_bias``."""
-    num_positions, half = key_bias.cos_SN.shape
-    if len(context_lens_B) and num_positions < (longest := int(context_lens_B.max())):
-        raise ValueError(f"a bias of keys needs cosines of {longest} positions, got {num_positions}")
-    return *addresses(*key_bias), half
 
 
 def tile_tokens(heads_per_kv_head: int) -> int:

@@ -180,5 +180,6 @@ def attend_keys(q_RE, state, caches, places, bias, shape: tl.constexpr, dtype: t
 @triton.jit
 def no_keys(shape: tl.constexpr):
     """Return the initial state of a tile."""
-    maximum_R, total_R = tl.full((shape.rows,), LOWEST, tl.float32), tl.zeros((shape.rows,), tl.float32)
-    return maximum_R, total_R, tl.zeros((shape.rows, shape.width), tl.float32)
+    rows: tl.constexpr = shape.rows
+    width: tl.constexpr = shape.width
+    return tl.full((rows,), LOWEST, tl.float32), tl.zeros((rows,), tl.float32), tl.zeros((rows, width), tl.float32)

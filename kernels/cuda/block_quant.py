@@ -28,12 +28,7 @@ def decode(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, adds: bool = False) 
 
 
 def decode_reduce_encode(
-    bufs: list[Tensor],
-    fmt: BlockFormat,
-    out_fmt: BlockFormat,
-    num_elems: int,
-    out: Tensor,
-    carried_M: Tensor | None = None,
+    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor, carried_M: Tensor | None
 ) -> None:
     """Compute ``block_quant.decode_reduce_encode_reference`` into ``out``; the sum stays in registers."""
     if num_elems:

@@ -86,6 +86,7 @@ def _packed_product(
     packed: tl.constexpr = LAYOUT.packed
     CODES: tl.constexpr = LAYOUT.packed.codes
     run: tl.constexpr = LAYOUT.packed.codes.run
+    num_phases: tl.constexpr = LAYOUT.num_phases
     num_pieces: tl.constexpr = LAYOUT.num_pieces
     run_elems: tl.constexpr = LAYOUT.run_elems
     step: tl.constexpr = LAYOUT.scale_step
@@ -107,7 +108,7 @@ def _packed_product(
         )
         scales = next_scales
         next_scales = _scales(blocks, halves, row_1O1, piece_P11 + num_pieces, kept_1O1, depth, LAYOUT)
-        for phase in tl.static_range(LAYOUT.num_phases):
+        for phase in tl.static_range(num_phases):
             low_POW = load_bytes(blocks, low_PO1 + phase * LAYOUT.phase_bytes, kept_PO1, LAYOUT.width)
             for part in tl.static_range(phase * LAYOUT.phase_elems, phase * LAYOUT.phase_elems + run_elems, run):
                 x_PRW = load_operand(x, x_1RW + start_P11 + part, kept_PR1)
@@ -142,8 +143,10 @@ def _scales(blocks, halves, row_1O1, piece_P11, kept_1O1, depth, LAYOUT: tl.cons
     """Scale and minimum of each part of a piece, loaded an iteration before they are used: a few bytes that nothing else waits for."""
     kept_PO1 = kept_1O1 & (piece_P11 < depth // LAYOUT.piece_elems)
     _, number_P11, _, _, scales_PO1, _ = find_piece(blocks, row_1O1, piece_P11, kept_PO1, depth, LAYOUT)
+    unit: tl.constexpr = LAYOUT.unit
+    step: tl.constexpr = LAYOUT.scale_step
     found = ()
-    for part in tl.static_range(0, LAYOUT.unit, LAYOUT.scale_step):
+    for part in tl.static_range(0, unit, step):
         found = found + load_scales(blocks, halves, scales_PO1, number_P11 + part, kept_PO1, LAYOUT)
     return found
 
@@ -193,6 +196,7 @@ def _unpack(blocks, halves, out, num_pieces, of_row, depth, row_bytes, LAYOUT: t
     """Unpack some pieces of rows that follow each other."""
     wait_for_last()
     run: tl.constexpr = LAYOUT.packed.codes.run
+    num_phases: tl.constexpr = LAYOUT.num_phases
     run_elems: tl.constexpr = LAYOUT.run_elems
     piece_P1 = (tl.program_id(0) * _UNPACKED + tl.arange(0, _UNPACKED))[:, None]
     kept_P1, row_P1 = piece_P1 < num_pieces, (piece_P1 // of_row).to(tl.int64)
@@ -200,7 +204,7 @@ def _unpack(blocks, halves, out, num_pieces, of_row, depth, row_bytes, LAYOUT: t
         blocks, row_P1 * row_bytes, piece_P1 % of_row, kept_P1, depth, LAYOUT
     )
     out_PW = row_P1 * depth + start_P1 + tl.arange(0, LAYOUT.width)[None, :]
-    for phase in tl.static_range(LAYOUT.num_phases):
+    for phase in tl.static_range(num_phases):
         low_PW = load_bytes(blocks, low_P1 + phase * LAYOUT.phase_bytes, kept_P1, LAYOUT.width)
         for part in tl.static_range(phase * LAYOUT.phase_elems, phase * LAYOUT.phase_elems + run_elems, run):
             codes_PW = find_codes(low_PW, high_PW, halves, fifths_P1, number_P1 + part, kept_P1, part, LAYOUT)

@@ -121,14 +121,18 @@ def find_piece(blocks, row, piece, kept, depth, LAYOUT: tl.constexpr):
     of_block: tl.constexpr = LAYOUT.packed.block_elems // LAYOUT.unit
     unit, place = piece // of_unit, piece % of_unit * LAYOUT.width
     block, in_block, num_blocks = unit // of_block, unit % of_block, depth // LAYOUT.packed.block_elems
-    low = _at(row, block, num_blocks, LAYOUT.low)
+    LOW: tl.constexpr = LAYOUT.low
+    HIGH: tl.constexpr = LAYOUT.high
+    FIFTHS: tl.constexpr = LAYOUT.fifths
+    SCALES: tl.constexpr = LAYOUT.scales
+    low = _at(row, block, num_blocks, LOW)
     low += in_block * (LAYOUT.num_phases * LAYOUT.phase_bytes) + place
-    fifths = _at(row, block, num_blocks, LAYOUT.fifths)
-    scales = _at(row, block, num_blocks, LAYOUT.scales)
+    fifths = _at(row, block, num_blocks, FIFTHS)
+    scales = _at(row, block, num_blocks, SCALES)
     high = low
     if CODES.high_bits > 0:
         first = in_block * (LAYOUT.unit // CODES.high_run * CODES.high_bits)  # bit of the high bits
-        high = _at(row, block, num_blocks, LAYOUT.high) + first // 8 * CODES.high_run + place
+        high = _at(row, block, num_blocks, HIGH) + first // 8 * CODES.high_run + place
         high = load_bytes(blocks, high, kept, LAYOUT.width)
         if LAYOUT.unit // CODES.high_run * CODES.high_bits < 8:
             high = high >> (first % 8).to(tl.uint8)

@@ -30,8 +30,6 @@ struct ActivationGroup {
     int32_t minus_sums[3], unused;
 };
 
-// --- activations ------------------------------------------------------------------------------------------------------
-
 template <class Number>
 void quantize_group(ActivationGroup *group, const char *source) {
     F32 x[2] = {Number::load(source), Number::load(source + Number::size * LANES)};
@@ -54,8 +52,6 @@ void quantize_group(ActivationGroup *group, const char *source) {
     sums[2] = sums[0] + sums[1];
     for (int i = 0; i < 3; i++) group->terms[i] = group->scale * (float)sums[i], group->minus_sums[i] = -sums[i];
 }
-
-// --- integer sums -----------------------------------------------------------------------------------------------------
 
 // Four codes for each of a register's lanes: those `at` numbers behind `number` and the next, with a sign if the format has no offset.
 template <class Format>
@@ -144,8 +140,6 @@ struct IntegerDot {
 #endif
 };
 
-// --- products ---------------------------------------------------------------------------------------------------------
-
 // Adds to `sums` the products with a part of a group: numbers from `number` on of the tile's blocks, the activations of `groups`.
 template <int ROWS, class Format>
 INLINE void add_part(FloatReg (&sums)[ROWS][REGS], const char *tile, const ActivationGroup *const *groups, unsigned number) {
@@ -219,8 +213,6 @@ const char *panel_of(const tw_linear_args &args, int64_t first, int64_t num_outp
 }
 
 #if defined(__AMX_INT8__)
-// --- products in matrix units -----------------------------------------------------------------------------------------
-
 // A part of a group of sixteen outputs. Codes less the offset are a tile: four of each output, then the next four.
 template <class Format>
 struct TilePart {
