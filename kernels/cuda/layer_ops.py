@@ -91,7 +91,11 @@ def rotate_and_cache(qkv_THE: Tensor, rotation: Rotation, norms: HeadNorms | Non
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
     heads = Heads.of(num_all_heads, head_dim, rotation)
     if norms is not None and norms.whole:
-        qkv_THE, norms = norm_projections(qkv_THE, heads.queries, heads.keys, norms), None
+        q, k, given_THE = slice(heads.queries), slice(heads.queries, heads.queries + heads.keys), qkv_THE
+        qkv_THE = given_THE.clone()
+        qkv_THE[:, q] = head_norm(given_THE[:, q], norms.q_norm, norms, 0)
+        qkv_THE[:, k] = head_norm(given_THE[:, k], norms.k_norm, norms, 1)
+        norms = None
     q_THE = torch.empty((num_tokens, heads.queries, head_dim), dtype=qkv_THE.dtype, device=qkv_THE.device)
     pairs = padded(heads.half)
     at_once = min(padded(num_all_heads), max(1, _ROTATED_PAIRS // pairs))
@@ -101,15 +105,6 @@ def rotate_and_cache(qkv_THE: Tensor, rotation: Rotation, norms: HeadNorms | Non
         given = qkv_THE, tuple(rotation), q_THE, own_norms, strides, heads, at_once, pairs
         launch(_rotate_and_cache_heads, num_tokens * -(-num_all_heads // at_once), q_THE.device, *given)
     return q_THE
-
-
-def norm_projections(qkv_THE: Tensor, num_heads: int, num_kv_heads: int, norms: HeadNorms) -> Tensor:
-    """Return a copy of qkv whose queries and keys are normalized, each over all heads together."""
-    q, k = slice(num_heads), slice(num_heads, num_heads + num_kv_heads)
-    normed_THE = qkv_THE.clone()
-    normed_THE[:, q] = head_norm(qkv_THE[:, q], norms.q_norm, norms, 0)
-    normed_THE[:, k] = head_norm(qkv_THE[:, k], norms.k_norm, norms, 1)
-    return normed_THE
 
 
 @triton.jit

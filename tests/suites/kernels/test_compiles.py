@@ -174,13 +174,14 @@ def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
     from tightwire.kernels.cuda.all_reduce_kernels import one_shot_kernel, two_shot_kernel
     from tightwire.kernels.cuda.numbers import make_tiling
 
-    types = {"x": "*bf16", "out": "*bf16", "headers": "*i64", "failure": "*i32"}
+    types: dict[str, Any] = {"x": "*bf16", "out": "*bf16", "headers": "*i64", "failure": "*i32"}
     if codecs is None:
         ptx, num_meetings = _ptx(one_shot_kernel, capability, types, {"WORLD": 2, "tiling": make_tiling(128)}), 1
     else:
         fmt, out_fmt = (parse_codec(name, feedback=True).format for name in codecs)
         tiling = make_tiling(128, *[given for given in (fmt, out_fmt) if given is not None])
         constants = {"WORLD": 2, "fmt": fmt, "out_fmt": out_fmt, "tiling": tiling}
+        types |= {"cut": 4 * ("i32",), "sizes": 3 * ("i32",)}
         for name, codec in zip(("carried", "sums_carried"), codecs, strict=True):
             if codec.endswith("-ef"):
                 types[name] = "*bf16"

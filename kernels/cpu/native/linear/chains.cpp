@@ -4,9 +4,8 @@
 // needs 8 loads for 12 multiply-adds, where one whose lanes are inputs (tiles.h) needs 10. The chains are those of linear.cpp,
 // added in the same tree, so the bits are the same. x and weights lie in panels: of sixteen rows the inputs of the first chain, which are
 // every sixteenth, then those of the next chain.
-#include "chains.h"
-
 #include "../parallel.h"
+#include "linear.h"
 #include "unpack.h"
 
 namespace {

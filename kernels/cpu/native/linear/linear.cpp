@@ -14,7 +14,6 @@
 #include "linear.h"
 
 #include "../parallel.h"
-#include "chains.h"
 #include "matrix_units.h"
 #include "unpack.h"
 #include "tiles.h"
@@ -204,12 +203,6 @@ __attribute__((noinline)) Block widened(Block block, int64_t kind) {
     return block;
 }
 
-// As many rows as are kept at hand, in turns of about as many each: a last turn of one row would be slow.
-int64_t rows_at_once(int64_t num_rows, int64_t limit) {
-    const int64_t turns = (num_rows + limit - 1) / limit;
-    return turns < 2 ? limit : (num_rows + turns * TALL - 1) / (turns * TALL) * TALL;
-}
-
 template <class Dot>
 void multiply_outputs(const tw_linear_args &args, int64_t start, int64_t stop) {
     const int64_t kind = args.weight_kind, num_tokens = args.num_tokens, depth = args.num_inputs;
@@ -217,7 +210,9 @@ void multiply_outputs(const tw_linear_args &args, int64_t start, int64_t stop) {
     const bool in_parts = widens || (Dot::b_bytes == 2 && num_tokens > MANY_ROWS);
     const int64_t fitting = (in_parts ? PART_ROW_BYTES : CACHE_BYTES) / (Dot::a_bytes * depth + 1);
     const int64_t limit = most(TALL, least(in_parts ? PART_ROWS : MAX_ROWS, fitting) / TALL * TALL);
-    const int64_t at_once = rows_at_once(num_tokens, limit);
+    // As many rows as are kept at hand, in turns of about as many each: a last turn of one row would be slow.
+    const int64_t turns = (num_tokens + limit - 1) / limit;
+    const int64_t at_once = turns < 2 ? limit : (num_tokens + turns * TALL - 1) / (turns * TALL) * TALL;
     int64_t step = PANEL;  // columns at a time: widened ones in the second-level cache, or in the nearest for few rows
     if (widens && num_tokens <= at_once) step = BLOCK;
     if (widens) step = most(PART_COLUMNS, least(step, MAX_WIDENED / widened_stride(depth, Dot::b_bytes == 2) & -PART_COLUMNS));
