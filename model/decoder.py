@@ -94,7 +94,8 @@ class Llama:
         while the next is computed; None: sums and computation do not overlap.
         """
         start = _call if lane is None else lambda collective: lane.start(collective).wait
-        program = self._program if len(parts) == 1 and _has_few_rows(parts[0]) else None
+        has_few_rows = parts[0].phase == "decode" or len(parts[0].token_ids_T) <= _MAX_PROGRAM_ROWS
+        program = self._program if len(parts) == 1 and has_few_rows else None
         passes = [self._pass(part, program) for part in parts]
         results = [start(next(layers)) for layers in passes]
         hidden: list[Tensor] = []
@@ -191,10 +192,6 @@ class Llama:
         if config.logits_cap:
             local_RV.div_(config.logits_cap).tanh_().mul_(config.logits_cap)
         return local_RV
-
-
-def _has_few_rows(batch: Batch) -> bool:
-    return batch.phase == "decode" or len(batch.token_ids_T) <= _MAX_PROGRAM_ROWS
 
 
 def _call(collective: Collective) -> Callable[[], Tensor]:

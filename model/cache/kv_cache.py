@@ -176,14 +176,17 @@ class OffloadedCache(CacheSource):
     def _move(self) -> None:
         for fetch, save in iter(self._steps.get, None):
             for layer in range(self._num_layers + NUM_BUFFERS):
-                if (done := layer - NUM_BUFFERS) >= 0:
-                    buffer = self.pool.save(done)
-                    self._copy(self._host[done], self._blocks[buffer.number], save)
-                    self.pool.saved(done)
+                if layer >= NUM_BUFFERS:
+                    self._save(layer - NUM_BUFFERS, save)
                 if layer < self._num_layers:
                     buffer = self.pool.fill(layer)
                     self._copy(self._blocks[buffer.number], self._host[layer], fetch)
                     self.pool.filled(layer)
+
+    def _save(self, layer: int, runs_R3: Tensor) -> None:
+        buffer = self.pool.save(layer)
+        self._copy(self._host[layer], self._blocks[buffer.number], runs_R3)
+        self.pool.saved(layer)
 
     def _copy(self, target: Tensor, source: Tensor, runs_R3: Tensor) -> None:
         copy_runs(target, source, runs_R3)

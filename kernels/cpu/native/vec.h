@@ -55,8 +55,6 @@ typedef Vector<UintReg> U32;
 // An operator between the lanes of two vectors.
 #define LANEWISE(Out, op, In) EACH(Out, operator op, (In a, In b), (Out::Reg)(a.reg[i] op b.reg[i]))
 
-// --- memory ---------------------------------------------------------------------------------------------------------
-
 INLINE FloatReg load_reg(const void *source) {
     FloatReg out;
     memcpy(&out, source, sizeof out);
@@ -80,8 +78,6 @@ template <int LEVEL = 1>
 INLINE void prefetch(const char *address) {
     __builtin_prefetch(address, 0, 4 - LEVEL);
 }
-// --- arithmetic -----------------------------------------------------------------------------------------------------
-
 // x - 0 is x to the bit, and no instruction; x + 0 would turn -0 into 0.
 INLINE FloatReg splat_reg(float value) { return value - FloatReg{}; }
 EACH(F32, splat, (float value), splat_reg(value))
@@ -114,8 +110,6 @@ INLINE UintReg max_reg(UintReg a, UintReg b) { return a > b ? a : b; }
 #endif
 EACH(F32, maximum, (F32 a, F32 b), max_reg(a.reg[i], b.reg[i]))
 EACH(F32, minimum, (F32 a, F32 b), min_reg(a.reg[i], b.reg[i]))
-
-// --- integer lanes --------------------------------------------------------------------------------------------------
 
 EACH(I32, splat_int, (int32_t value), IntReg{} + value)
 INLINE I32 lane_numbers() {
@@ -169,8 +163,6 @@ INLINE uint32_t mask_of(I32 condition) {
 INLINE F32 keep_first(F32 value, int64_t count, float fill) {
     return select(lane_numbers() < splat_int((int32_t)count), value, splat(fill));
 }
-
-// --- across lanes ---------------------------------------------------------------------------------------------------
 
 // Shuffles of a register's lanes I: 0 to REG_LANES - 1.
 template <int NEXT, int... I>
@@ -275,8 +267,6 @@ INLINE void transpose(const float *rows, int64_t row_stride, float *target, int6
         }
     }
 }
-
-// --- exponentials ---------------------------------------------------------------------------------------------------
 
 // 2^(n + fraction) for n from -126 to 128 (infinity), the integer in the low bits of `shifted`.
 template <int VECTORS>

@@ -144,8 +144,8 @@ void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t kv_head, int
             read((const char *)args.v_cache + place.numbers, args.head_dim, padded, value_row);
         }
     }
-    const int64_t num_keys_t = IN_PAIRS ? padded / 2 : padded;
-    for (int64_t at = 0; at < num_keys_t; at += LANES) transpose(buffers.staged + at, padded, keys_t + KEYS * at, KEYS);
+    for (int64_t at = 0; at < (IN_PAIRS ? padded / 2 : padded); at += LANES)
+        transpose(buffers.staged + at, padded, keys_t + KEYS * at, KEYS);
     if (!IN_PAIRS) return;
     for (int key = 0; key < LANES; key += 2) {
         const char *first = (const char *)(buffers.staged + padded * key) + value_at, *second = first + 4 * padded;

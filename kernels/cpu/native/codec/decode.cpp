@@ -68,8 +68,14 @@ INLINE void decode_to_bf16(const CodedGroup<Shape> &coded, char *target) {
         }
         return;
     }
+    UNROLL_FOR (int at = 0; at < Shape::size; at += 2 * LANES) {
+        F32 first = coded.numbers(at), second = coded.numbers(at + LANES);
+        __m512i narrow = (__m512i)_mm512_cvtne2ps_pbh((__m512)second.reg[0], (__m512)first.reg[0]);
+        _mm512_storeu_si512(target + 2 * at, narrow);
+    }
+#else
+    UNROLL_FOR (int at = 0; at < Shape::size; at += LANES) BFloat16::store(target + 2 * at, coded.numbers(at));
 #endif
-    UNROLL_FOR (int at = 0; at < Shape::size; at += LANES) BFloat16::store_rounded(target + 2 * at, coded.numbers(at));
 }
 
 template <class Shape, class Number>

@@ -212,19 +212,20 @@ template <class Format>
 INLINE __m512i group_pairs(const char *run, const Scales<Format> &scales, int64_t first, unsigned group) {
     constexpr int bits = Format::Low::bits + Format::High::bits + (Format::fifths_at > 0);
     const char *block = run + (first + group / Format::num_groups) * Format::num_bytes;
-    constexpr bool computes_all = bits <= (Format::num_parts == 1 ? 5 : 3);
     FloatReg numbers[2];
-    Codes codes;
-    if constexpr (computes_all && Format::num_parts == 1) {
+    if constexpr (Format::num_parts == 1 && bits <= 5) {
         // All numbers of such codes are computed once, then looked up: the lookup takes five bits, with four those of two groups.
         UNROLL_FOR (int upper = 0; upper < 2; upper++) {
             const int64_t own = first + (bits == 4 ? (group / 2 * 2 + upper) % Scales<Format>::run_groups : group);
-            UintReg number = (UintReg)lane_numbers().reg[0] + (bits == 5 ? 16 * upper : 0);
-            if constexpr (Format::table != nullptr) number = (UintReg)((IntReg)(look_up<Format>(number) << 24) >> 24);
-            numbers[upper] = scales.numbers((IntReg)number - Format::offset, own);
+            UintReg codes = (UintReg)lane_numbers().reg[0] + (bits == 5 ? 16 * upper : 0);
+            if constexpr (Format::table != nullptr) codes = (UintReg)((IntReg)(look_up<Format>(codes) << 24) >> 24);
+            numbers[upper] = scales.numbers((IntReg)codes - Format::offset, own);
         }
-        codes = group_codes<Format>(block, group % Format::num_groups) | (uint8_t)(bits == 4 ? group % 2 << 4 : 0);
-    } else if constexpr (computes_all) {
+        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
+        const Codes codes = group_codes<Format>(block, group % Format::num_groups) | (uint8_t)(bits == 4 ? group % 2 << 4 : 0);
+        return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes), table);
+    }
+    if constexpr (Format::num_parts == 2 && bits <= 3) {
         // Likewise, of as many parts as a register has room for.
         constexpr unsigned parts = 32 >> bits;
         UNROLL_FOR (int i = 0; i < 2; i++) {
@@ -237,14 +238,15 @@ INLINE __m512i group_pairs(const char *run, const Scales<Format> &scales, int64_
             else
                 numbers[i] = numbers[i] * scale;
         }
+        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
+        Codes codes = group_codes<Format>(block, group) | (uint8_t)(2 * group % parts << bits);
         const __m256i second = _mm256_inserti128_si256(_mm256_setzero_si256(), _mm_set1_epi8(1 << bits), 1);
-        codes = group_codes<Format>(block, group) | (uint8_t)(2 * group % parts << bits) | (Codes)second;
-    } else {
-        read_group<Format>(codes, run, first, group);
-        with_group(codes, run, scales, first, group, [&](int at, FloatReg those) { numbers[at / LANES] = those; });
+        return _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes | second), table);
     }
-    const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
-    return computes_all ? _mm512_permutexvar_epi16(_mm512_cvtepu8_epi16((__m256i)codes), rounded) : rounded;
+    Codes codes;
+    read_group<Format>(codes, run, first, group);
+    with_group(codes, run, scales, first, group, [&](int at, FloatReg those) { numbers[at / LANES] = those; });
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)numbers[1], (__m512)numbers[0]);
 }
 #endif
 
