@@ -114,7 +114,9 @@ EACH(F32, minimum, (F32 a, F32 b), min_reg(a.reg[i], b.reg[i]))
 EACH(I32, splat_int, (int32_t value), IntReg{} + value)
 INLINE I32 lane_numbers() {
     I32 out;
-    for (int lane = 0; lane < LANES; lane++) out.reg[lane / REG_LANES][lane % REG_LANES] = lane;
+    int32_t numbers[LANES];
+    for (int lane = 0; lane < LANES; lane++) numbers[lane] = lane;
+    memcpy(&out, numbers, sizeof out);
     return out;
 }
 EACH(I32, operator+, (I32 a, I32 b), (IntReg)((UintReg)a.reg[i] + (UintReg)b.reg[i]))  // wraps around
