@@ -5,7 +5,6 @@ native/codec computes, and groups are shared among torch's threads; without the 
 """
 
 from array import array
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -24,8 +23,10 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor | None = None, carried_M: 
     reference.check_numbers(x_N, "x_N", device)
     out = reference.bytes_for(num_elems, fmt, out, device)
     reference.check_carried(carried_M, fmt, num_elems, device)
-    if x_N.is_cuda:
-        _triton().encode(x_N, fmt, out, carried_M)
+    if x_N.is_cuda:  # imported on first use, here and below: a CPU host need not have Triton
+        from tightwire.kernels.cuda import block_quant as triton
+
+        triton.encode(x_N, fmt, out, carried_M)
     elif available():
         _run("tw_encode", out, x_N, fmt, carried_M)
     else:
@@ -42,7 +43,9 @@ def decode(buf: Tensor, fmt: BlockFormat, num_elems: int, dtype: torch.dtype, ou
         raise ValueError(f"out must be {num_elems} numbers of {dtype}, got {out.numel()} of {out.dtype}")
     reference.check_message(buf, fmt, num_elems, device)
     if buf.is_cuda:
-        _triton().decode(buf, fmt, out)
+        from tightwire.kernels.cuda import block_quant as triton
+
+        triton.decode(buf, fmt, out)
     elif available():
         _run("tw_decode", buf, out, fmt)
     else:
@@ -58,7 +61,9 @@ def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
         raise ValueError(f"sum_N must be float32, got {sum_N.dtype}")
     reference.check_message(buf, fmt, sum_N.numel(), device)
     if buf.is_cuda:
-        _triton().decode_add(buf, fmt, sum_N)
+        from tightwire.kernels.cuda import block_quant as triton
+
+        triton.decode(buf, fmt, sum_N, adds=True)
     elif available():
         _run("tw_decode_add", buf, sum_N, fmt)
     else:
@@ -85,21 +90,15 @@ def decode_reduce_encode(
     reference.check_carried(carried_M, out_fmt, num_elems, device)
     out = reference.bytes_for(num_elems, out_fmt, out, device)
     if out.is_cuda:
-        _triton().decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out, carried_M)
+        from tightwire.kernels.cuda import block_quant as triton
+
+        triton.decode_reduce_encode(bufs, fmt, out_fmt, num_elems, out, carried_M)
     elif available():
         places = array("q", addresses(*bufs))
         messages, num_messages = places.buffer_info()
-        given = (
-            *addresses(out),
-            messages,
-            *addresses(carried_M),
-            num_messages,
-            num_elems,
-            _fields(fmt),
-            _fields(out_fmt),
-        )
-        num_rows = -(-num_elems // MAX_GROUP_ELEMS)
-        run_on_rows("tw_decode_reduce_encode", struct("tw_recode_args", given), num_rows, MAX_GROUP_ELEMS)
+        tensors = *addresses(out), messages, *addresses(carried_M)
+        arguments = struct("tw_recode_args", (*tensors, num_messages, num_elems, _fields(fmt), _fields(out_fmt)))
+        run_on_rows("tw_decode_reduce_encode", arguments, -(-num_elems // MAX_GROUP_ELEMS), MAX_GROUP_ELEMS)
     else:
         out.copy_(reference.decode_reduce_encode_reference(bufs, fmt, out_fmt, num_elems, carried_M))
     return out
@@ -113,10 +112,3 @@ def _run(kernel: str, buf: Tensor, x_N: Tensor, fmt: BlockFormat, carried_M: Ten
 
 def _fields(fmt: BlockFormat) -> tuple[int, ...]:
     return fmt.bits, fmt.group_elems, fmt.symmetric, fmt.hadamard, fmt.float8
-
-
-def _triton() -> ModuleType:
-    """The module with these four functions for a GPU, imported on first use: a CPU host need not have Triton."""
-    from tightwire.kernels.cuda import block_quant
-
-    return block_quant

@@ -3,8 +3,6 @@
 A row's bits depend on that row alone. Shapes, dtypes and layouts that do not match raise ValueError.
 """
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
@@ -16,6 +14,8 @@ from tightwire.kernels.spec.layer_ops import (
     HeadNorms,
     NormForm,
     Rotation,
+    RowProduct,
+    SumNorms,
     add_rms_norm_reference,
     check_add_norm,
     check_gates,
@@ -23,7 +23,6 @@ from tightwire.kernels.spec.layer_ops import (
     check_norm,
     check_rotation,
     norm_linear_reference,
-    rms_norm_reference,
     rotate_and_cache_reference,
     swiglu_reference,
 )
@@ -32,45 +31,24 @@ from tightwire.kernels.spec.packed import Weight
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     """``rms_norm_reference``, equal to it except for the order of the float32 sum over D; in the dtype of the weight."""
-    check_norm(x_TD, x_TD, weight_D)
-    if x_TD.is_cuda:
-        return _triton().add_rms_norm(x_TD, None, weight_D, form)[0]
-    return add_rms_norm_cpu(x_TD, None, weight_D, form)[0] if available() else rms_norm_reference(x_TD, weight_D, form)
+    return add_rms_norm(x_TD, None, SumNorms(weight_D, form))[0]
 
 
-def add_rms_norm(
-    x_TD: Tensor,
-    residual_TD: Tensor,
-    weight_D: Tensor | None,
-    form: NormForm,
-    x_weight_D: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``add_rms_norm_reference`` in one pass: the normalized sum and the sum itself, both new tensors.
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor | None, norms: SumNorms) -> tuple[Tensor, Tensor]:
+    """``add_rms_norm_reference`` in one pass: the normalized sum and the sum itself, both new tensors."""
+    check_add_norm(x_TD, residual_TD, norms)
+    if x_TD.is_cuda:  # imported on first use, here and below: a CPU host need not have Triton
+        from tightwire.kernels.cuda import layer_ops as triton
 
-    ``dtype``: of the first result, if there is no ``weight``; weights have one dtype.
-    """
-    check_add_norm(x_TD, residual_TD, weight_D, x_weight_D, dtype)
-    if x_TD.is_cuda:
-        return _triton().add_rms_norm(x_TD, residual_TD, weight_D, form, x_weight_D, dtype)
-    add = add_rms_norm_cpu if available() else add_rms_norm_reference
-    return add(x_TD, residual_TD, weight_D, form, x_weight_D, dtype)
+        return triton.add_rms_norm(x_TD, residual_TD, norms)
+    return (add_rms_norm_cpu if available() else add_rms_norm_reference)(x_TD, residual_TD, norms)
 
 
 def norm_linear(
-    x_1D: Tensor | None,
-    residual_1D: Tensor,
-    norm_D: Tensor,
-    form: NormForm,
-    weight_OD: Tensor,
-    bias_O: Tensor | None = None,
-    gelu: bool | None = None,
-    rotation: Rotation | None = None,
+    x_1D: Tensor | None, residual_1D: Tensor, norm_D: Tensor, form: NormForm, product: RowProduct
 ) -> tuple[Tensor, Tensor]:
-    """``norm_linear_reference`` of one row, on a GPU in one kernel; the order of its sums differs. Cost: the bytes of the weights.
-
-    ``rotation``: of queries and keys, which have no norms, with caches in the dtype of the weights.
-    """
+    """``norm_linear_reference`` of one row, on a GPU in one kernel; the order of its sums differs. Cost: the bytes of the weights."""
+    weight_OD, bias_O, gelu, rotation = product
     if len(residual_1D) != 1 or (gelu is not None and weight_OD.shape[0] % 2):
         given = f"{len(residual_1D)} and {len(weight_OD)}"
         raise ValueError(f"norm_linear takes one row, and with gates an even number of outputs; got {given}")
@@ -86,10 +64,10 @@ def norm_linear(
         if not residual_1D.is_cuda:
             check_slots(rotation.slot_T, rotation.k_cache_NKPE.shape[0] * rotation.k_cache_NKPE.shape[2])
     if not residual_1D.is_cuda:
-        return norm_linear_reference(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu, rotation)
+        return norm_linear_reference(x_1D, residual_1D, norm_D, form, product)
     from tightwire.kernels.cuda.linear_row import norm_linear_row
 
-    return norm_linear_row(x_1D, residual_1D, norm_D, form, weight_OD, bias_O, gelu, rotation)
+    return norm_linear_row(x_1D, residual_1D, norm_D, form, product)
 
 
 def check_slots(slot_T: Tensor, num_slots: int) -> None:
@@ -116,7 +94,9 @@ def rotate_and_cache(
     """
     check_rotation(qkv_THE, rotation, norms)
     if qkv_THE.is_cuda:
-        return _triton().rotate_and_cache(qkv_THE, rotation, norms)
+        from tightwire.kernels.cuda import layer_ops as triton
+
+        return triton.rotate_and_cache(qkv_THE, rotation, norms)
     if not slots_are_checked:
         check_slots(rotation.slot_T, rotation.k_cache_NKPE.shape[0] * rotation.k_cache_NKPE.shape[2])
     return (rotate_and_cache_cpu if available() else rotate_and_cache_reference)(qkv_THE, rotation, norms)
@@ -126,7 +106,9 @@ def swiglu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
     """``swiglu_reference``, within a few units in the last place of float32 before it rounds; contiguous."""
     check_gates(gate_up_T2F)
     if gate_up_T2F.is_cuda:
-        return _triton().swiglu(gate_up_T2F, gelu=gelu)
+        from tightwire.kernels.cuda import layer_ops as triton
+
+        return triton.swiglu(gate_up_T2F, gelu=gelu)
     return (swiglu_cpu if available() else swiglu_reference)(gate_up_T2F, gelu=gelu)
 
 
@@ -134,15 +116,7 @@ def gated_linear(
     x_TD: Tensor, weight_ED: Weight, bias_E: Tensor | None = None, *, num_decode_rows: int, gelu: bool = False
 ) -> Tensor:
     """``swiglu`` of ``linear``, bit for bit; one pass where the CPU can."""
-    if x_TD.device.type == "cpu" and available():
-        gated_TF = gated_linear_cpu(x_TD, weight_ED, bias_E, gelu=gelu)
-        if gated_TF is not None:
-            return gated_TF
+    in_one_pass = gated_linear_cpu if x_TD.device.type == "cpu" and available() else None
+    if in_one_pass and (gated_TF := in_one_pass(x_TD, weight_ED, bias_E, gelu=gelu)) is not None:
+        return gated_TF
     return swiglu(linear(x_TD, weight_ED, bias_E, num_decode_rows=num_decode_rows), gelu=gelu)
-
-
-def _triton() -> ModuleType:
-    """Import the Triton kernels on first use, because a CPU host need not have Triton."""
-    from tightwire.kernels.cuda import layer_ops
-
-    return layer_ops

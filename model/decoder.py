@@ -64,8 +64,7 @@ class Llama:
         self._config, self.parallel, self.weights, self.cache = config, parallel, weights, cache
         self.adapters, self.hidden_size = adapters, config.hidden_size
         self.before_TD: Tensor | None = None  # where a later stage's graphs find the hidden states of the stage before
-        self._angles = rope_tables(config, max_positions, cache.device)
-        self._key_biases = KeyBiases(config, parallel.shard, cache, self._angles)
+        self._key_biases = KeyBiases(config, parallel.shard, cache, rope_tables(config, max_positions, cache.device))
         on_cpu = cache.device.type == "cpu"
         # Dtype of partial sums and residual. In 16 bits, rounding the residual costs the most accuracy.
         self.residual_dtype = torch.float32 if on_cpu else parallel.sum_dtype or cache.dtype
@@ -84,7 +83,7 @@ class Llama:
         sizes = [config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim]
         self._projection_sizes = torch.tensor(sizes, dtype=torch.float32, device=cache.device)
         if has_program and on_cpu and available() and not self.sums_squares:
-            self._program = LayerProgram(config, parallel.shard, cache, self._angles, self._key_biases, adapters)
+            self._program = LayerProgram(config, parallel.shard, cache, self._key_biases, adapters)
 
     @torch.inference_mode()
     def forward(self, *parts: Batch, lane: Lane | None = None) -> Tensor:
@@ -95,7 +94,8 @@ class Llama:
         while the next is computed; None: sums and computation do not overlap.
         """
         start = _call if lane is None else lambda collective: lane.start(collective).wait
-        program = self._program if len(parts) == 1 and _has_few_rows(parts[0]) else None
+        has_few_rows = parts[0].phase == "decode" or len(parts[0].token_ids_T) <= _MAX_PROGRAM_ROWS
+        program = self._program if len(parts) == 1 and has_few_rows else None
         passes = [self._pass(part, program) for part in parts]
         results = [start(next(layers)) for layers in passes]
         hidden: list[Tensor] = []
@@ -114,7 +114,7 @@ class Llama:
         """
         residual_TD = yield partial(self._embed, batch)
         if program is None:
-            given = self.cache, self._angles, self._key_biases, batch, residual_TD, self.adapters
+            given = self.cache, self._key_biases, batch, residual_TD, self.adapters
             layers = EagerLayers(self._config, self.parallel.shard, *given)
         else:
             layers = program.begin(residual_TD, batch)
@@ -192,10 +192,6 @@ class Llama:
         if config.logits_cap:
             local_RV.div_(config.logits_cap).tanh_().mul_(config.logits_cap)
         return local_RV
-
-
-def _has_few_rows(batch: Batch) -> bool:
-    return batch.phase == "decode" or len(batch.token_ids_T) <= _MAX_PROGRAM_ROWS
 
 
 def _call(collective: Collective) -> Callable[[], Tensor]:

@@ -1,7 +1,6 @@
 """``Layers``, one pass's computation between the ranks' sums, and the one that runs kernel by kernel."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,14 +17,13 @@ from tightwire.kernels.layer_ops import (
 )
 from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.attention import AttentionForm, PackedSequences
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, RowProduct, SumNorms
 from tightwire.kernels.spec.lora import AdapterRows
 from tightwire.kernels.spec.packed import Matrix, Weight
 from tightwire.model.adapters.product import AdapterProducts
 from tightwire.model.cache.kv_cache import CacheSource, KeyBiases
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.layout import Shard
-from tightwire.model.rope import Angles
 from tightwire.model.step import Batch
 from tightwire.model.weights.source import LayerWeights
 from tightwire.model.weights.stage import JoinedRows
@@ -41,6 +39,7 @@ class Layers(Protocol):
     """
 
     residual_TD: Tensor
+    form: NormForm  # of the model's norms
 
     def place(self, index: int, weights: LayerWeights) -> None:
         """Use these weights, and the cache's layer ``index``, when the layer is computed."""
@@ -54,8 +53,12 @@ class Layers(Protocol):
         ...
 
     def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
-        """Return (T, D) hidden states before the final norm. ``last_norm``: of the last update."""
-        ...
+        """Return (T, D) hidden states before the final norm: the residual and the last update, of which ``last_norm`` is the norm."""
+        residual_TD = self.residual_TD
+        if last_norm is None and self.form.scale == 1.0:
+            return residual_TD + update_TD
+        dtype = residual_TD.dtype if last_norm is None else last_norm.dtype
+        return add_rms_norm(update_TD, residual_TD, SumNorms(None, self.form, last_norm, dtype))[1]
 
 
 def norm_form(config: LlamaConfig) -> NormForm:
@@ -63,15 +66,7 @@ def norm_form(config: LlamaConfig) -> NormForm:
     return NormForm(config.norm_eps, config.norm_offset, config.residual_scale)
 
 
-def finish(residual_TD: Tensor, update_TD: Tensor, last_norm: Tensor | None, form: NormForm) -> Tensor:
-    """Return the residual with the last update added; ``last_norm``: the update's norm."""
-    if last_norm is None and form.scale == 1.0:
-        return residual_TD + update_TD
-    dtype = residual_TD.dtype if last_norm is None else last_norm.dtype
-    return add_rms_norm(update_TD, residual_TD, None, form, last_norm, dtype)[1]
-
-
-class EagerLayers:
+class EagerLayers(Layers):
     """``Layers`` of any batch, kernel by kernel."""
 
     def __init__(
@@ -79,30 +74,27 @@ class EagerLayers:
         config: LlamaConfig,
         shard: Shard,
         cache: CacheSource,
-        angles: Sequence[Angles],
         key_biases: KeyBiases,
         batch: Batch,
         residual_TD: Tensor,
         adapters: AdapterProducts | None = None,
     ) -> None:
-        """``angles``: each layer's rotary tables. ``residual_TD``: the embeddings; sums have its dtype."""
+        """``residual_TD``: the embeddings; sums have its dtype."""
         self._config, self._shard, self._cache, self._batch = config, shard, cache, batch
         self._adapters, self._key_biases = adapters, key_biases
         self._adapted = None if batch.adapters_T is None else AdapterRows.of(batch.adapters_T)
-        lens = batch.query_start_B1, batch.context_lens_B
+        lens, device, angles = (batch.query_start_B1, batch.context_lens_B), cache.device, key_biases.angles
         num_decode = batch.num_decode_rows  # one launch of zeros for all layers, which follow each other
         counts = num_decode, shard.local_kv_heads
-        arrivals_TK = (
-            torch.zeros(counts, dtype=torch.int32, device=cache.device) if cache.device.type == "cuda" else None
-        )
+        arrivals_TK = torch.zeros(counts, dtype=torch.int32, device=device) if device.type == "cuda" else None
         self._sequences = [PackedSequences(*lens, table, num_decode, arrivals_TK) for table in batch.block_tables_LBM]
         self._head_groups = shard.head_groups(config.heads_per_kv_head)
-        self._form, self._gelu = norm_form(config), config.activation == "gelu_tanh"
+        self.form, self._gelu = norm_form(config), config.activation == "gelu_tanh"
         rows = {(cos, sin): (cos[batch.positions_T], sin[batch.positions_T]) for cos, sin in set(angles)}
         self._angles = [rows[table] for table in angles]
         self._placed: dict[int, LayerWeights] = {}
         self.residual_TD = residual_TD
-        if cache.device.type == "cpu":
+        if device.type == "cpu":
             check_slots(batch.slots_LT.flatten(), cache.num_blocks * cache.block_size)
 
     def place(self, index: int, weights: LayerWeights) -> None:
@@ -114,7 +106,7 @@ class EagerLayers:
         if weights.q_norm is not None or cache.kv_dtype != cache.dtype or not self._fuses(weights.qkv, norms):
             return self.attend(index, self.project(index, update_TD))
         rotation = self._rotation(index)
-        q_TO = self._fused(weights.qkv, weights.qkv_bias, update_TD, norms, rotation=rotation)
+        q_TO = self._fused(update_TD, norms, RowProduct(weights.qkv, weights.qkv_bias, rotation=rotation))
         return self._mix(index, q_TO.view(-1, self._shard.local_heads, self._config.head_dim), rotation)
 
     def project(self, index: int, update_TD: Tensor | None) -> Tensor:
@@ -123,7 +115,7 @@ class EagerLayers:
         norms = weights.attention_norm, weights.attention_update_norm
         bias_O, _ = self._key_biases.split(index, weights.qkv_bias)
         if self._fuses(weights.qkv, norms):
-            qkv_TO = self._fused(weights.qkv, bias_O, update_TD, norms)
+            qkv_TO = self._fused(update_TD, norms, RowProduct(weights.qkv, bias_O))
         else:
             x_TD = self._normed(update_TD, *norms)
             qkv_TO = self.column_parallel("qkv", index, x_TD, bias_O, self._batch.num_decode_rows)
@@ -146,7 +138,7 @@ class EagerLayers:
         weights, norms = self._placed[index], None
         if weights.q_norm is not None and weights.k_norm is not None:
             whole = self._config.qk_norm == "projection"
-            norms = HeadNorms(weights.q_norm, weights.k_norm, self._form, whole, mean_squares_T2)
+            norms = HeadNorms(weights.q_norm, weights.k_norm, self.form, whole, mean_squares_T2)
         rotation = self._rotation(index)
         return self._mix(index, rotate_and_cache(qkv_THE, rotation, norms, slots_are_checked=True), rotation)
 
@@ -170,7 +162,8 @@ class EagerLayers:
         weights = self._placed[index]
         norms, num_decode, needed_R = (weights.mlp_norm, weights.mlp_update_norm), self._batch.num_decode_rows, None
         if self._fuses(weights.gate_up, norms):
-            gated_TF = self._fused(weights.gate_up, weights.gate_up_bias, update_TD, norms, self._gelu)
+            product = RowProduct(weights.gate_up, weights.gate_up_bias, self._gelu)
+            gated_TF = self._fused(update_TD, norms, product)
         else:
             x_TD = self._normed(update_TD, *norms)
             if index == self._config.num_layers - 1 and self._batch.needed is not None and self._adapted is None:
@@ -187,33 +180,22 @@ class EagerLayers:
             return torch.zeros_like(self.residual_TD, dtype=partial_TD.dtype).index_copy_(0, needed_R, partial_TD)
         return self._adapt("down", index, gated_TF, partial_TD)
 
-    def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
-        return finish(self.residual_TD, update_TD, last_norm, self._form)
-
-    def _fuses(self, weight: Weight, norms: _Norms) -> bool:
+    def _fuses(self, weight: Weight, norms: _Norms) -> TypeGuard[Tensor]:
         return self._batch.fuses and isinstance(weight, Tensor) and norms[0] is not None and norms[1] is None
 
-    def _fused(
-        self,
-        weight: Weight,
-        bias_O: Tensor | None,
-        update_TD: Tensor | None,
-        norms: _Norms,
-        gelu: bool | None = None,
-        rotation: Rotation | None = None,
-    ) -> Tensor:
+    def _fused(self, update_TD: Tensor | None, norms: _Norms, product: RowProduct) -> Tensor:
         """Add the update, and return what ``norm_linear`` computes of the sum."""
-        assert isinstance(weight, Tensor) and norms[0] is not None
-        given = update_TD, self.residual_TD, norms[0], self._form, weight, bias_O, gelu, rotation
-        out_TO, self.residual_TD = norm_linear(*given)
+        assert norms[0] is not None
+        out_TO, self.residual_TD = norm_linear(update_TD, self.residual_TD, norms[0], self.form, product)
         return out_TO
 
     def _normed(self, update_TD: Tensor | None, norm: Tensor | None, update_norm: Tensor | None) -> Tensor:
         """Add the update to the residual, and return the norm of the sum."""
         dtype, residual_TD = self._cache.dtype, self.residual_TD
         if update_TD is None:
-            return residual_TD.to(dtype) if norm is None else rms_norm(residual_TD, norm, self._form)
-        normed_TD, self.residual_TD = add_rms_norm(update_TD, residual_TD, norm, self._form, update_norm, dtype)
+            return residual_TD.to(dtype) if norm is None else rms_norm(residual_TD, norm, self.form)
+        norms = SumNorms(norm, self.form, update_norm, dtype)
+        normed_TD, self.residual_TD = add_rms_norm(update_TD, residual_TD, norms)
         return normed_TD
 
     def _adapt(self, site: str, index: int, x_TD: Tensor, out_TO: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import KernelSums
-from tightwire.kernels.cpu.attention import Tiles, cut_into_tiles, tile_tokens
+from tightwire.kernels.cpu.attention import cut_into_tiles, tile_tokens
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import useful_threads, weight_parts
 from tightwire.kernels.cpu.lora import native_site
@@ -23,9 +23,8 @@ from tightwire.kernels.spec.packed import Weight
 from tightwire.model.adapters.product import SITES, AdapterProducts
 from tightwire.model.cache.kv_cache import CacheSource, KeyBiases
 from tightwire.model.checkpoint.config import LlamaConfig
-from tightwire.model.layer_kernels import finish, norm_form
+from tightwire.model.layer_kernels import Layers, norm_form
 from tightwire.model.layout import Shard
-from tightwire.model.rope import Angles
 from tightwire.model.step import Batch
 from tightwire.model.weights.source import LayerWeights
 
@@ -33,7 +32,7 @@ from tightwire.model.weights.source import LayerWeights
 _NORMS = ("attention_norm", "mlp_norm", "attention_update_norm", "mlp_update_norm", "q_norm", "k_norm")
 
 
-class LayerProgram:
+class LayerProgram(Layers):
     """``Layers`` of a few rows, after ``begin``. Results are bit-identical to those of ``EagerLayers``.
 
     The kernel counts the halves of layers as parts: part 2l is layer l's attention, part 2l + 1 its MLP. Call from one
@@ -45,14 +44,12 @@ class LayerProgram:
         config: LlamaConfig,
         shard: Shard,
         cache: CacheSource,
-        angles: Sequence[Angles],
         key_biases: KeyBiases,
         adapters: AdapterProducts | None = None,
     ) -> None:
-        """``angles``: each layer's rotary tables."""
         self._config, self._shard, self._cache, self._adapters = config, shard, cache, adapters
-        self._form, self._key_biases = norm_form(config), key_biases
-        self._angles = angles  # kept alive: the program holds their addresses
+        self.form, self._key_biases = norm_form(config), key_biases
+        angles = key_biases.angles  # kept alive by these: the program holds their addresses
         self._placed: list[LayerWeights | None] = [None] * config.num_layers
         self._placed_keys: list[Tensor | None] = [None] * config.num_layers  # values always move together with keys
         attention = config.hidden_size * 2 * (shard.local_heads + shard.local_kv_heads) * config.head_dim
@@ -61,16 +58,16 @@ class LayerProgram:
         self._phases = torch.empty(num_phases * ffi.sizeof("tw_phase"), dtype=torch.uint8)
         self._layers: Any = ffi.new(f"tw_layer[{config.num_layers}]")
         # Kept alive: the program holds their addresses.
-        self._step: tuple[Batch, Tiles] | None = None
+        self._step: tuple[Batch, Tensor] | None = None
         self._adapted: tuple[AdapterRows, Tensor] | None = None
         kind, half = NUMBER_KIND[cache.dtype], angles[0][0].shape[1]
         heads = {"num_heads": shard.local_heads, "num_kv_heads": shard.local_kv_heads, "head_dim": config.head_dim}
         blocks = {"cache_block_stride": cache.block_stride_bytes, "tokens_per_block": cache.block_size}
         common = {**heads, **blocks, "kind": kind, "cache_kind": CACHE_KIND[cache.kv_dtype]}
-        head_norms = {"whole": config.qk_norm == "projection", "eps": self._form.eps, "offset": self._form.offset}
+        head_norms = {"whole": config.qk_norm == "projection", "eps": self.form.eps, "offset": self.form.offset}
         groups = shard.head_groups(config.heads_per_kv_head)._asdict()
         scores = {"scale_log2": config.scale * LOG2_E, "cap_log2": config.score_cap * LOG2_E}
-        norm = {**self._form._asdict(), "size": config.hidden_size, "kind": kind, "sum_kind": FLOAT32}
+        norm = {**self.form._asdict(), "size": config.hidden_size, "kind": kind, "sum_kind": FLOAT32}
         self._program: Any = struct(
             "tw_layer_program",
             {
@@ -106,8 +103,10 @@ class LayerProgram:
         lens, sizes = (batch.query_start_B1, batch.context_lens_B), (self._cache.num_blocks, self._cache.block_size)
         of_tile = tile_tokens(attend.heads_per_kv_head)
         # The tiles are the same in every group; each table is checked.
-        tiles, *_ = (cut_into_tiles((*lens, table), num_rows, of_tile, *sizes) for table in batch.block_tables_LBM)
-        self.residual_TD, self._step = residual_TD, (batch, tiles)
+        (tiles_W3, num_tiles, _), *_ = (
+            cut_into_tiles((*lens, table), num_rows, of_tile, *sizes) for table in batch.block_tables_LBM
+        )
+        self.residual_TD, self._step = residual_TD, (batch, tiles_W3)
         self._phases.zero_()
         program.num_rows = num_rows
         program.residual = residual_TD.data_ptr()
@@ -118,8 +117,8 @@ class LayerProgram:
         tables_LBM = batch.block_tables_LBM
         attend.block_table = tables_LBM.data_ptr()
         program.group_table_stride, attend.table_stride = tables_LBM.stride(0) * 4, tables_LBM.stride(1) * 4
-        attend.tiles = tiles.tiles_W3.data_ptr()
-        program.num_tiles = tiles.num_tiles
+        attend.tiles = tiles_W3.data_ptr()
+        program.num_tiles = num_tiles
         if batch.adapters_T is not None:
             self._begin_adapters(batch.adapters_T)
         elif self._adapted is not None:
@@ -161,9 +160,6 @@ class LayerProgram:
 
     def mlp(self, index: int, update_TD: Tensor) -> Tensor:
         return self._run_parts(2 * index + 1, 2 * index + 2, update_TD)
-
-    def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
-        return finish(self.residual_TD, update_TD, last_norm, self._form)
 
     def run_layers(self, span: range, update_TD: Tensor | None) -> Tensor:
         """Run these layers without sums between them; see ``Layers.attention``. Returns the last MLP's result."""

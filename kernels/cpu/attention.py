@@ -1,13 +1,13 @@
 """Paged attention on CPU: checks and argument structs around ``native/attention``."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import lib, struct
 from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, addresses, run_on_items
-from tightwire.kernels.spec.attention import LOG2_E, AttentionForm, KeyBias, PackedSequences, check_attention
+from tightwire.kernels.spec.attention import LOG2_E, AttentionForm, PackedSequences, check_attention
 
 # Most query rows per tile, unless one token alone has more heads per KV head. With 64 a prompt of 512 takes 1.05 to 1.1 times
 # as long on a Zen 4, because each tile widens its keys and values anew; with 192 0.95, but many threads find too few tiles.
@@ -27,42 +27,29 @@ def paged_attention_cpu(
         raise ValueError(f"attention needs a positive scale, window and cap (or 0), got {scale}, {window} and {cap}")
     _, context_lens_B, block_table_BM = indices = sequences[:3]
     check_attention(q_THE, k_cache_NKPE, v_cache_NKPE, sequences, form)
+    longest = int(context_lens_B.max()) if key_bias is not None and len(context_lens_B) else 0
+    if key_bias is not None and len(key_bias.cos_SN) < longest:
+        raise ValueError(f"a bias of keys needs cosines of {longest} positions, got {len(key_bias.cos_SN)}")
     num_tokens, num_heads, head_dim = q_THE.shape
     num_blocks, num_kv_heads, tokens_per_block, _ = k_cache_NKPE.shape
     of_tile = tile_tokens(groups.heads_per_kv_head)
-    tiles = cut_into_tiles(indices, num_tokens, of_tile, num_blocks, tokens_per_block)
+    tiles_W3, num_tiles, num_keys = cut_into_tiles(indices, num_tokens, of_tile, num_blocks, tokens_per_block)
     out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype)
-    places = addresses(out_THE, q_THE, k_cache_NKPE, v_cache_NKPE, *indices, tiles.tiles_W3)
+    places = addresses(out_THE, q_THE, k_cache_NKPE, v_cache_NKPE, *indices, tiles_W3)
     token_stride, head_stride, _ = q_THE.stride()
     q_bytes = q_THE.element_size()
     queries = token_stride * q_bytes, head_stride * q_bytes, NUMBER_KIND[q_THE.dtype]
     cache = k_cache_NKPE.stride(0) * k_cache_NKPE.element_size(), CACHE_KIND[k_cache_NKPE.dtype]
     sizes = block_table_BM.stride(0) * 4, tokens_per_block, num_heads, num_kv_heads, *groups, head_dim
     scores = scale * LOG2_E, cap * LOG2_E, window
-    bias = (0, 0, 0, 0) if key_bias is None else _key_bias(key_bias, context_lens_B)
+    bias = (0, 0, 0, 0) if key_bias is None else (*addresses(*key_bias), key_bias.cos_SN.shape[1])
     arguments = struct("tw_attend_args", (*places, *queries, *cache, *sizes, *scores, bias))
     rows = min(of_tile, num_tokens) * groups.heads_per_kv_head
-    multiplications = tiles.num_keys * num_kv_heads * head_dim * (8 + rows)
-    num_items = tiles.num_tiles * num_kv_heads
+    multiplications = num_keys * num_kv_heads * head_dim * (8 + rows)
+    num_items = num_tiles * num_kv_heads
     max_threads = min(num_items, 1 + multiplications // _WORK_PER_THREAD)
     run_on_items("tw_attend", arguments, num_items, 1, max_threads)
     return out_THE
-
-
-def _key_bias(key_bias: KeyBias, context_lens_B: Tensor) -> tuple[int, ...]:
-    """Return the fields of ``tw_key_bias``."""
-    num_positions, half = key_bias.cos_SN.shape
-    if len(context_lens_B) and num_positions < (longest := int(context_lens_B.max())):
-        raise ValueError(f"a bias of keys needs cosines of {longest} positions, got {num_positions}")
-    return *addresses(*key_bias), half
-
-
-class Tiles(NamedTuple):
-    """A batch cut into tiles for the kernel."""
-
-    tiles_W3: Tensor
-    num_tiles: int
-    num_keys: int  # that the tiles visit in all
 
 
 def tile_tokens(heads_per_kv_head: int) -> int:
@@ -72,10 +59,11 @@ def tile_tokens(heads_per_kv_head: int) -> int:
 
 def cut_into_tiles(
     indices: tuple[Tensor, Tensor, Tensor], num_tokens: int, of_tile: int, num_blocks: int, tokens_per_block: int
-) -> Tiles:
+) -> tuple[Tensor, int, int]:
     """Cut each sequence into tiles of at most ``of_tile`` tokens; raises ValueError for impossible lengths or blocks.
 
-    ``indices`` are the tensors of ``PackedSequences``.
+    ``indices`` are the tensors of ``PackedSequences``. Returns (W, 3) for the kernel, the number of tiles, and of the keys that
+    they visit in all.
     """
     start, lens, table = indices
     num_seqs, max_blocks = table.shape
@@ -92,4 +80,4 @@ def cut_into_tiles(
             f"{int(lens[seq])} tokens and the blocks {table[seq].tolist()}; the queries must be the context's last "
             f"tokens, and every {tokens_per_block} tokens of context need a block of the {num_blocks} there are"
         )
-    return Tiles(tiles_W3, plan.num_tiles, plan.num_keys)
+    return tiles_W3, plan.num_tiles, plan.num_keys

@@ -31,21 +31,12 @@ class _Up(NamedTuple):
 
 def gated_linear_cpu(x_TD: Tensor, weight_ED: Weight, bias_E: Tensor | None, *, gelu: bool) -> Tensor | None:
     """The bits of ``swiglu_cpu`` of ``linear_cpu``, at once; None unless many rows are multiplied in matrix units."""
-    half, (gate, *rest) = weight_ED.shape[0] // 2, _parts_of(weight_ED)
-    if (
-        not 0 < lib.tw_gated_rows() <= len(x_TD)
-        or not x_TD.shape[1]
-        or x_TD.dtype != torch.bfloat16
-        or matrix_integers(gate)[2] & _INT8
-    ):
+    in_units = x_TD.dtype == torch.bfloat16 and 0 < lib.tw_gated_rows() <= len(x_TD) and x_TD.shape[1] > 0
+    if not in_units or weight_parts(weight_ED)[0][2] & _INT8:
         return None
-    if not rest and weight_ED.shape[0] == 2 * half:
-        gate, up = (
-            (gate[:half], gate[half:]) if isinstance(gate, Tensor) else (gate.rows(0, half), gate.rows(half, 2 * half))
-        )
-    elif len(rest) == 1 and gate.shape == rest[0].shape:
-        up = rest[0]
-    else:
+    cuts = (0, half := weight_ED.shape[0] // 2), (half, 2 * half)
+    gate, up = (weight_ED[slice(*cut)] if isinstance(weight_ED, Tensor) else weight_ED.rows(*cut) for cut in cuts)
+    if not weight_ED.shape[0] / 2 == gate.shape[0] == up.shape[0]:  # rows of several parts
         return None
     biases = (None, None) if bias_E is None else bias_E.split(half)
     return linear_cpu(x_TD, gate, biases[0], up=_Up(up, biases[1], gelu))
@@ -63,12 +54,12 @@ def linear_cpu(
     kind, in_pairs = NUMBER_KIND[x_TD.dtype], x_TD.dtype == torch.bfloat16 and has_pairs()
     weight, weight_stride, weight_kind = matrix_integers(weight_OD)
     x_stride = x_TD.stride(0) * x_TD.element_size()
-    second = ffi.NULL
+    second, num_matrices = ffi.NULL, 1 if up is None else 2
     if up is not None:
         check_linear(x_TD, up.weight_OD, up.bias_O)
         address, *described = matrix_integers(up.weight_OD)
         second = struct("tw_up_args", (address, *addresses(up.bias_O), *described, up.gelu))
-    sizes = num_tokens, num_inputs, num_outputs * (1 if up is None else 2)
+    sizes = num_tokens, num_inputs, num_outputs * num_matrices
     rows = struct("tw_rows_args", (0, x_TD.data_ptr(), x_stride, *sizes, kind, weight_kind))
     if num_bytes := lib.tw_prepared_bytes(rows):
         prepared = torch.empty(num_bytes, dtype=torch.uint8)
@@ -95,11 +86,8 @@ def matrix_integers(weight_OD: Matrix) -> tuple[int, int, int]:
 
 def weight_parts(weight: Weight) -> list[tuple[int, int, int, int]]:
     """The fields of each ``tw_matrix_part``."""
-    return [(*matrix_integers(part), part.shape[0]) for part in _parts_of(weight)]
-
-
-def _parts_of(weight: Weight) -> tuple[Matrix, ...]:
-    return weight.parts if isinstance(weight, StackedMatrix) else (weight,)
+    parts = weight.parts if isinstance(weight, StackedMatrix) else (weight,)
+    return [(*matrix_integers(part), part.shape[0]) for part in parts]
 
 
 def useful_threads(num_rows: int, num_weights: int) -> int:

@@ -9,18 +9,11 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.library import struct
 from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, addresses, run_on_rows
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation
+from tightwire.kernels.spec.layer_ops import HeadNorms, Rotation, SumNorms
 
 
-def add_rms_norm_cpu(
-    x_TD: Tensor,
-    residual_TD: Tensor | None,
-    weight_D: Tensor | None,
-    form: NormForm,
-    x_weight_D: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Without a residual x is normalized, and there is no sum."""
+def add_rms_norm_cpu(x_TD: Tensor, residual_TD: Tensor | None, norms: SumNorms) -> tuple[Tensor, Tensor]:
+    weight_D, form, x_weight_D, dtype = norms
     out_TD = torch.empty(x_TD.shape, dtype=dtype if weight_D is None else weight_D.dtype)
     sum_TD = out_TD if residual_TD is None else torch.empty(x_TD.shape, dtype=x_TD.dtype)
     places = addresses(out_TD, None if residual_TD is None else sum_TD, x_TD, residual_TD, weight_D)

@@ -110,7 +110,7 @@ def two_shot(
     slot_bytes = -(-_message_bytes(part.num_elems, x_N.element_size(), fmt) // _ALIGNMENT) * _ALIGNMENT
     cut = x_N.numel(), part.slice_elems, part.start, part.num_elems
     sizes = header_bytes(peers.num_blocks, peers.world_size), peers.send_bytes, slot_bytes
-    given = x_N, out_N, peers.addresses, peers.failure, *carried, *cut, peers.rank, *sizes, max_polls
+    given = x_N, out_N, peers.addresses, peers.failure, *carried, cut, peers.rank, sizes, max_polls
     tiling = _tiling(cut, part.num_elems, peers.num_blocks, fmt, out_fmt)
     launch(two_shot_kernel, peers.num_blocks, x_N.device, *given, fmt, out_fmt, peers.world_size, tiling)
 

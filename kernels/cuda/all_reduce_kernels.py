@@ -33,14 +33,9 @@ def two_shot_kernel(
     failure,
     carried,
     sums_carried,
-    num_elems,
-    slice_elems,
-    part_start,
-    part_elems,
+    cut,
     rank,
-    header_bytes,
-    send_bytes,
-    slot_bytes,
+    sizes,
     max_polls,
     fmt: tl.constexpr,
     out_fmt: tl.constexpr,
@@ -50,17 +45,18 @@ def two_shot_kernel(
     wait_for_last(STARTS_NEXT=False)  # it would take room that a sum of another process may need
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
+    header_bytes, send_bytes, slot_bytes = sizes
     send = header_bytes + (number & 1) * send_bytes
     sums = header_bytes + 2 * send_bytes
 
     for owner in range(WORLD):
-        slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
+        slot_start, slot_elems = _slot(owner, cut)
         slot = send + owner * slot_bytes
         lost = None if carried is None else carried + slot_start
         _share(x + slot_start, headers, rank, slot, slot_elems, lost, fmt, tiling)
     late = wait_for_peers(headers, rank, max_polls, WORLD)
 
-    slot_start, slot_elems = _slot(rank, num_elems, slice_elems, part_start, part_elems)
+    slot_start, slot_elems = _slot(rank, cut)
     slot = send + rank * slot_bytes
     own_sums = _at(headers, rank, sums)
     own_lost = None if sums_carried is None else sums_carried + slot_start
@@ -71,20 +67,16 @@ def two_shot_kernel(
 
     valid = (late == 0) & (dead == 0)
     for owner in range(WORLD):
-        slot_start, slot_elems = _slot(owner, num_elems, slice_elems, part_start, part_elems)
+        slot_start, slot_elems = _slot(owner, cut)
         _add(out, out + slot_start, headers + owner, sums, slot_elems, valid, None, out_fmt, None, 1, tiling)
     end_call(headers, rank, number, dead, late, failure)
-
-
-# --- what a block does with its rows ----------------------------------------------------------------------------------
-
-# Loops have no range(): the interpreter of Triton 3.6 fails on it with NumPy 2.4.
 
 
 @triton.jit
 def _share(x, headers, rank, at, num_elems, carried, fmt: tl.constexpr, tiling: tl.constexpr):
     """Copy or encode this process's numbers to its own buffer; ``carried`` as in ``encode_row``."""
     row = tl.program_id(0) * tiling.rows
+    # No range(), here and below: the interpreter of Triton 3.6 fails on it with NumPy 2.4.
     while row < tl.cdiv(num_elems, tiling.elems):
         row_B = row + tl.arange(0, tiling.rows).to(tl.int64)
         tiles = load_tiles(x, row_B * tiling.elems, num_elems, tiling)
@@ -120,13 +112,15 @@ def _add(
             for process in tl.static_range(WORLD):
                 sources = sources + (_at(headers, process, at),)
             total = decode_row(sources, row_B, num_elems, fmt, True, rotated, tiling)
-        _put(target, like, row_B, num_elems, _only_if(valid, total), carried, out_fmt, rotated, tiling)
+        total = [tl.where(valid, tile, float("nan")) for tile in total]
+        _put(target, like, row_B, num_elems, total, carried, out_fmt, rotated, tiling)
         row += tl.num_programs(0) * tiling.rows
 
 
 @triton.jit
-def _slot(owner, num_elems, slice_elems, part_start, part_elems):
+def _slot(owner, cut):
     """Return the start in the message of this launch's part of an owner's slice, and its length, which may be 0."""
+    num_elems, slice_elems, part_start, part_elems = cut
     start = tl.cast(owner, tl.int64) * slice_elems + part_start
     left = tl.minimum(slice_elems - part_start, num_elems - start)
     return start, tl.maximum(tl.minimum(left, part_elems), 0).to(tl.int32)
@@ -148,11 +142,6 @@ def _take(source, like, row_B, num_elems, fmt: tl.constexpr, tiling: tl.constexp
         return load_tiles(source.to(like.dtype), row_B * tiling.elems, num_elems, tiling)
     else:
         return decode_row((source,), row_B, num_elems, fmt, False, False, tiling)
-
-
-@triton.jit
-def _only_if(valid, tiles):
-    return [tl.where(valid, tile, float("nan")) for tile in tiles]
 
 
 @triton.jit

@@ -20,27 +20,15 @@ def encode(x_N: Tensor, fmt: BlockFormat, out: Tensor, carried_M: Tensor | None 
         launch(_encode, tiling.num_programs(num_elems), x_N.device, x_N, out, carried_M, num_elems, fmt, tiling)
 
 
-def decode(buf: Tensor, fmt: BlockFormat, out_N: Tensor) -> None:
-    _launch_decode(buf, fmt, out_N, adds=False)
-
-
-def decode_add(buf: Tensor, fmt: BlockFormat, sum_N: Tensor) -> None:
-    _launch_decode(buf, fmt, sum_N, adds=True)
-
-
-def _launch_decode(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, adds: bool) -> None:
+def decode(buf: Tensor, fmt: BlockFormat, out_N: Tensor, *, adds: bool = False) -> None:
+    """``adds``: to ``out_N``, as ``decode_add`` does."""
     if num_elems := out_N.numel():
         tiling = make_tiling(num_elems, fmt)
         launch(_decode, tiling.num_programs(num_elems), buf.device, buf, out_N, num_elems, fmt, adds, tiling)
 
 
 def decode_reduce_encode(
-    bufs: list[Tensor],
-    fmt: BlockFormat,
-    out_fmt: BlockFormat,
-    num_elems: int,
-    out: Tensor,
-    carried_M: Tensor | None = None,
+    bufs: list[Tensor], fmt: BlockFormat, out_fmt: BlockFormat, num_elems: int, out: Tensor, carried_M: Tensor | None
 ) -> None:
     """Compute ``block_quant.decode_reduce_encode_reference`` into ``out``; the sum stays in registers."""
     if num_elems:

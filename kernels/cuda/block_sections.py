@@ -11,9 +11,8 @@ from tightwire.kernels.cuda.numbers import from_bf16, from_float8, to_float8
 # 1.5 * 2^23: a number of at most 2^22 added to it is rounded to a whole one, to even, which its low bits then hold.
 TO_WHOLE = tl.constexpr(12582912.0)
 _FLOAT_BASE = tl.constexpr(0x4B000000)  # 2^23, whose last bit is 1
-_SUM_BASE = tl.constexpr(
-    0x43000000
-)  # 2^7, whose bit 16 is 1; made of the other base by a difference, as a second OR would stay
+# 2^7, whose bit 16 is 1; made of the other base by a difference, as a second OR would stay.
+_SUM_BASE = tl.constexpr(0x43000000)
 
 
 @triton.jit

@@ -102,9 +102,6 @@ def _filled(tiles, first_B, num_elems):
     return filled
 
 
-# --- groups to bytes and back -----------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _encode(target, group_B, num_groups, tiles, carried, fmt: tl.constexpr, tiling: tl.constexpr):
     """Write groups ``group_B`` below ``num_groups`` of the message at ``target``. Their numbers are already rotated."""

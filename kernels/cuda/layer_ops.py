@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tightwire.kernels.cuda.launch import launch, padded, wait_for_last
 from tightwire.kernels.cuda.numbers import bf16_above, from_bf16, narrowed, raw, widened
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, head_norm
+from tightwire.kernels.spec.layer_ops import HeadNorms, Rotation, SumNorms, head_norm
 
 _MAX_ROW_ELEMS = 1 << 16  # a row is held in the registers of one program
 # Each of 128 threads rotates eight pairs: a vector of 16-bit numbers from either half of a head.
@@ -24,68 +24,41 @@ _TO_WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves the nearest
 _GATED_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 threads
 
 
-def add_rms_norm(
-    x_TD: Tensor,
-    residual_TD: Tensor | None,
-    weight_D: Tensor | None,
-    form: NormForm,
-    x_weight_D: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute ``layer_ops.add_rms_norm_reference``: the normalized sum and the sum itself, both new tensors.
-
-    Without a residual x is normalized, and there is no sum. The order of the float32 sum over D and the root's last bit differ.
-    """
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor | None, norms: SumNorms) -> tuple[Tensor, Tensor]:
+    """Compute ``layer_ops.add_rms_norm_reference``, both new tensors. The order of the float32 sum over D and the root's last bit differ."""
+    weight_D, form, x_weight_D, dtype = norms
     num_rows, size = x_TD.shape
     if size > _MAX_ROW_ELEMS:
         raise ValueError(f"rms_norm takes rows of at most {_MAX_ROW_ELEMS} numbers, got {size}")
     out_TD = torch.empty(x_TD.shape, dtype=dtype if weight_D is None else weight_D.dtype, device=x_TD.device)
     sum_TD = out_TD if residual_TD is None else torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-    # Those that are missing are not read.
-    tensors = [x_TD if each is None else each for each in (residual_TD, weight_D, x_weight_D)]
-    given = x_TD, *tensors, out_TD, sum_TD, x_TD.stride(0), tensors[0].stride(0), size, *form
-    uses, places = (residual_TD is not None, weight_D is not None, x_weight_D is not None), padded(size)
     if num_rows:
-        num_warps = min(16, max(4, places // 512))
-        launch(_rms_norm_row, num_rows, x_TD.device, *given, *uses, places, num_warps=num_warps)
+        strides, places = (x_TD.stride(0), 0 if residual_TD is None else residual_TD.stride(0)), padded(size)
+        given = x_TD, residual_TD, weight_D, x_weight_D, out_TD, sum_TD, strides, size, tuple(form), places
+        launch(_rms_norm_row, num_rows, x_TD.device, *given, num_warps=min(16, max(4, places // 512)))
     return out_TD, sum_TD
 
 
-@triton.jit(do_not_specialize=["eps", "offset", "scale"])
-def _rms_norm_row(
-    x,
-    residual,
-    weight,
-    x_weight,
-    out,
-    total,
-    x_stride,
-    residual_stride,
-    size,
-    eps,
-    offset,
-    scale,
-    ADDS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    X_WEIGHTED: tl.constexpr,
-    PLACES: tl.constexpr,
-):
+@triton.jit
+def _rms_norm_row(x, residual, weight, x_weight, out, total, strides, size, form, PLACES: tl.constexpr):
     wait_for_last()
+    x_stride, residual_stride = strides
+    eps, offset, scale = form
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
     kept = place < size
     value = widened(tl.load(raw(x) + row * x_stride + place, mask=kept, other=0))
-    if WEIGHTED:  # before the sum, which all threads wait for
+    if weight is not None:  # before the sum, which all threads wait for
         factor = widened(tl.load(raw(weight) + place, mask=kept, other=0)) + offset
-    if X_WEIGHTED:
+    if x_weight is not None:
         root = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, 0) / size + eps))
         value = value * root * (widened(tl.load(raw(x_weight) + place, mask=kept, other=0)) + offset)
-    if ADDS:
+    if residual is not None:
         value = value * scale + widened(tl.load(raw(residual) + row * residual_stride + place, mask=kept, other=0))
         stored = narrowed(value, total.dtype.element_ty)
         tl.store(raw(total) + row * size + place, stored, mask=kept)
         value = widened(stored)
-    if WEIGHTED:
+    if weight is not None:
         root = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(value * value, 0) / size + eps))
         value = value * root * factor
     tl.store(raw(out) + row * size + place, narrowed(value, out.dtype.element_ty), mask=kept)
@@ -118,52 +91,30 @@ def rotate_and_cache(qkv_THE: Tensor, rotation: Rotation, norms: HeadNorms | Non
     num_tokens, num_all_heads, head_dim = qkv_THE.shape
     heads = Heads.of(num_all_heads, head_dim, rotation)
     if norms is not None and norms.whole:
-        qkv_THE, norms = norm_projections(qkv_THE, heads.queries, heads.keys, norms), None
+        q, k, given_THE = slice(heads.queries), slice(heads.queries, heads.queries + heads.keys), qkv_THE
+        qkv_THE = given_THE.clone()
+        qkv_THE[:, q] = head_norm(given_THE[:, q], norms.q_norm, norms, 0)
+        qkv_THE[:, k] = head_norm(given_THE[:, k], norms.k_norm, norms, 1)
+        norms = None
     q_THE = torch.empty((num_tokens, heads.queries, head_dim), dtype=qkv_THE.dtype, device=qkv_THE.device)
     pairs = padded(heads.half)
     at_once = min(padded(num_all_heads), max(1, _ROTATED_PAIRS // pairs))
     if num_tokens:
-        q_norm, k_norm, form = (qkv_THE, qkv_THE, NormForm(0.0)) if norms is None else norms[:3]
+        own_norms = None if norms is None else (norms.q_norm, norms.k_norm, norms.form.eps, norms.form.offset)
         strides = *qkv_THE.stride()[:2], rotation.cos_TE.stride(0), rotation.sin_TE.stride(0)
-        given = qkv_THE, *rotation, q_THE, q_norm, k_norm, *strides, form.eps, form.offset
-        num_programs = num_tokens * -(-num_all_heads // at_once)
-        launch(_rotate_and_cache_heads, num_programs, q_THE.device, *given, heads, at_once, pairs, norms is not None)
+        given = qkv_THE, tuple(rotation), q_THE, own_norms, strides, heads, at_once, pairs
+        launch(_rotate_and_cache_heads, num_tokens * -(-num_all_heads // at_once), q_THE.device, *given)
     return q_THE
 
 
-def norm_projections(qkv_THE: Tensor, num_heads: int, num_kv_heads: int, norms: HeadNorms) -> Tensor:
-    """Return a copy of qkv whose queries and keys are normalized, each over all heads together."""
-    q, k = slice(num_heads), slice(num_heads, num_heads + num_kv_heads)
-    normed_THE = qkv_THE.clone()
-    normed_THE[:, q] = head_norm(qkv_THE[:, q], norms.q_norm, norms, 0)
-    normed_THE[:, k] = head_norm(qkv_THE[:, k], norms.k_norm, norms, 1)
-    return normed_THE
-
-
-@triton.jit(do_not_specialize=["eps", "offset"])
+@triton.jit
 def _rotate_and_cache_heads(
-    qkv,
-    cos,
-    sin,
-    k_cache,
-    v_cache,
-    slots,
-    q_out,
-    q_norm,
-    k_norm,
-    token_stride,
-    head_stride,
-    cos_stride,
-    sin_stride,
-    eps,
-    offset,
-    heads: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    NORMED: tl.constexpr,
+    qkv, rotation, q_out, norms, strides, heads: tl.constexpr, AT_ONCE: tl.constexpr, PAIRS: tl.constexpr
 ):
     """Normalize and rotate the queries and keys among AT_ONCE of one token's heads, and store each head."""
     wait_for_last()
+    cos, sin, k_cache, v_cache, slots = rotation
+    token_stride, head_stride, cos_stride, sin_stride = strides
     NUM_HEADS: tl.constexpr = heads.queries
     KV_HEADS: tl.constexpr = heads.keys
     HALF: tl.constexpr = heads.half
@@ -179,7 +130,8 @@ def _rotate_and_cache_heads(
     first_HE = widened(tl.load(source_H[:, None] + first_E[None, :], mask=there_HE, other=0))
     second_HE = widened(tl.load(source_H[:, None] + second_E[None, :], mask=there_HE, other=0))
     turns_H1 = (head_H < NUM_HEADS + KV_HEADS)[:, None]
-    if NORMED:
+    if norms is not None:
+        q_norm, k_norm, eps, offset = norms
         squares_H = tl.sum(first_HE * first_HE + second_HE * second_HE, 1)
         root_H1 = tl.div_rn(1.0, tl.sqrt_rn(squares_H / (2 * HALF) + eps))[:, None]
         is_q_H1 = (head_H < NUM_HEADS)[:, None]

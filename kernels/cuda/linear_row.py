@@ -12,7 +12,7 @@ from torch import Tensor
 from tightwire.kernels.cuda.launch import launch, wait_for_last
 from tightwire.kernels.cuda.layer_ops import Heads, activated, pair_places
 from tightwire.kernels.cuda.numbers import load_operand, narrowed, raw, widened
-from tightwire.kernels.spec.layer_ops import NormForm, Rotation
+from tightwire.kernels.spec.layer_ops import NormForm, RowProduct
 
 # Numbers of a row at a time: 16 bytes for each thread of two warps, and with 16 outputs eight times that.
 _PLACES = tl.constexpr(512)
@@ -20,16 +20,10 @@ _STAGES = tl.constexpr(3)  # one iteration is multiplied while copies of the nex
 
 
 def norm_linear_row(
-    x_1D: Tensor | None,
-    residual_1D: Tensor,
-    norm_D: Tensor,
-    form: NormForm,
-    weight_OD: Tensor,
-    bias_O: Tensor | None,
-    gelu: bool | None = None,
-    rotation: Rotation | None = None,
+    x_1D: Tensor | None, residual_1D: Tensor, norm_D: Tensor, form: NormForm, product: RowProduct
 ) -> tuple[Tensor, Tensor]:
     """Compute ``layer_ops.norm_linear_reference``; the order of the float32 sums differs."""
+    weight_OD, bias_O, gelu, rotation = product
     num_outputs, size = weight_OD.shape
     num_stored, heads, given_rotation = num_outputs if gelu is None else num_outputs // 2, None, None
     if rotation is not None:
@@ -39,32 +33,20 @@ def norm_linear_row(
     out_1O = norm_D.new_empty(1, num_stored)
     sum_1D = residual_1D if x_1D is None else torch.empty_like(residual_1D)
     outputs = next((each for each in (16, 8) if num_outputs >= 256 * each), 4)  # of a program: all processors have some
-    given = x_1D, residual_1D, norm_D, weight_OD, bias_O, out_1O, sum_1D, size, num_outputs, weight_OD.stride(0), *form
-    launch(_norm_product, -(-num_outputs // outputs), norm_D.device, *given, given_rotation, gelu, heads, outputs)
+    rows, norm, matrix = (x_1D, residual_1D, sum_1D), (norm_D, *form), (weight_OD, weight_OD.stride(0), bias_O)
+    given = rows, norm, matrix, out_1O, size, num_outputs, given_rotation, gelu, heads, outputs
+    launch(_norm_product, -(-num_outputs // outputs), norm_D.device, *given)
     return out_1O, sum_1D
 
 
-@triton.jit(do_not_specialize=["eps", "offset", "scale"])
+@triton.jit
 def _norm_product(
-    x,
-    residual,
-    norm,
-    weight,
-    bias,
-    out,
-    total,
-    size,
-    num_outputs,
-    row_stride,
-    eps,
-    offset,
-    scale,
-    rotation,
-    GELU: tl.constexpr,
-    heads: tl.constexpr,
-    OUTPUTS: tl.constexpr,
+    rows, norm, matrix, out, size, num_outputs, rotation, GELU: tl.constexpr, heads: tl.constexpr, OUTPUTS: tl.constexpr
 ):
     wait_for_last()
+    x, residual, total = rows
+    norm_weight, eps, offset, scale = norm
+    weight, row_stride, bias = matrix
     output_O = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     kept_O = output_O < num_outputs
     # A gate and its factor, or two numbers that are rotated, are neighbours, so that one program has both.
@@ -89,7 +71,7 @@ def _norm_product(
             tl.store(raw(total) + place_P, stored_P, mask=kept_P & (tl.program_id(0) == 0))
             value_P = widened(stored_P)
         square_P += value_P * value_P
-        value_P *= widened(tl.load(raw(norm) + place_P, mask=kept_P, other=0)) + offset
+        value_P *= widened(tl.load(raw(norm_weight) + place_P, mask=kept_P, other=0)) + offset
         sum_OP = tl.fma(weight_OP, value_P[None, :], sum_OP)
     root = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(square_P, 0) / size + eps))
     result_O = tl.sum(sum_OP, 1) * root

@@ -49,7 +49,9 @@ class BlockFormat:
     max_code: int = _computed()  # the largest code (integer formats); the smallest is 0
     num_levels: int = _computed()  # below zero, one less above; a code is its level plus this; 0 if not symmetric
     sum_offset: int = _computed()  # what sums of messages add to a level: 128 more than the code, 0 for float8
-    section_offsets: tuple[int, ...] = _computed()  # ``section_starts`` of one group; of G groups G times these
+    section_offsets: tuple[int, ...] = (
+        _computed()
+    )  # of planes, scales and zeros with one group; with G groups G times these
     group_bytes: int = _computed()  # g b / 8 for the codes of a group, and 4 for scale and zero (2 without zero)
 
     def __post_init__(self) -> None:
@@ -86,8 +88,3 @@ class BlockFormat:
     def carried_elems(self, num_elems: int) -> int:
         """The numbers of whole groups, whose rounding errors an encoder may carry into the next sum."""
         return -(-num_elems // self.group_elems) * self.group_elems
-
-    def section_starts(self, num_elems: int) -> tuple[int, ...]:
-        """Offset of every section: the planes, then scales and, if the format has them, zeros."""
-        num_groups = self.num_groups(num_elems)
-        return tuple(offset * num_groups for offset in self.section_offsets)

@@ -153,7 +153,7 @@ def _decode_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> Tensor:
 def _read_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Levels (G, g), scales and zeros (G, 1), all float32; zeros only of formats that have them."""
     num_groups = fmt.num_groups(num_elems)
-    starts = fmt.section_starts(num_elems)
+    starts = [offset * num_groups for offset in fmt.section_offsets]
     num_planes = len(fmt.plane_bits)
     codes_GE = torch.zeros(num_groups, fmt.group_elems, dtype=torch.uint8, device=buf.device)
     for start, bits, shift, size in zip(starts, fmt.plane_bits, fmt.plane_shifts, fmt.plane_bytes, strict=False):

@@ -44,6 +44,26 @@ class HeadNorms(NamedTuple):
     mean_squares_T2: Tensor | None = None  # float32, of all ranks' heads of q and of k; None: those given are all
 
 
+class SumNorms(NamedTuple):
+    """The norms of ``add_rms_norm``; their weights have one dtype."""
+
+    weight_D: Tensor | None  # of the sum
+    form: NormForm
+    x_weight_D: Tensor | None = None  # of what is added
+    dtype: torch.dtype | None = None  # of the first result, if there is no ``weight``
+
+
+class RowProduct(NamedTuple):
+    """What ``norm_linear`` multiplies a row's norm with, and computes of the product."""
+
+    weight_OD: Tensor
+    bias_O: Tensor | None = None
+    gelu: bool | None = None  # ``swiglu`` of the product, with or without gelu; None: neither
+    rotation: Rotation | None = (
+        None  # of queries and keys, which have no norms, with caches in the dtype of the weights
+    )
+
+
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
     """``(weight + offset) * (x / sqrt(mean(x^2) + eps))`` in float32, rounded once to the dtype of the weight."""
     return _normed(x_TD, weight_D, form).to(weight_D.dtype)
@@ -55,21 +75,15 @@ def _normed(x_TD: Tensor, weight_D: Tensor, form: NormForm, mean_T1: Tensor | No
     return x32_TD * torch.rsqrt(mean_T1 + form.eps) * (weight_D.float() + form.offset)
 
 
-def add_rms_norm_reference(
-    x_TD: Tensor,
-    residual_TD: Tensor,
-    weight_D: Tensor | None,
-    form: NormForm,
-    x_weight_D: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``s = scale * x + residual``; returns ``(rms_norm(s), s)``.
+def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor | None, norms: SumNorms) -> tuple[Tensor, Tensor]:
+    """``s = scale * x + residual``; returns ``(rms_norm(s), s)``. Without a residual x is normalized, and there is no sum.
 
     With ``x_weight`` x is normalized first. Without ``weight`` the first result is s, rounded to ``dtype``.
     """
+    weight_D, form, x_weight_D, dtype = norms
     if x_weight_D is not None:
         x_TD = _normed(x_TD, x_weight_D, form).to(x_TD.dtype)
-    sum_TD = x_TD * form.scale + residual_TD
+    sum_TD = x_TD if residual_TD is None else x_TD * form.scale + residual_TD
     return (sum_TD.to(dtype) if weight_D is None else rms_norm_reference(sum_TD, weight_D, form)), sum_TD
 
 
@@ -114,20 +128,14 @@ def linear_reference(
 
 
 def norm_linear_reference(
-    x_1D: Tensor | None,
-    residual_1D: Tensor,
-    norm_D: Tensor,
-    form: NormForm,
-    weight_OD: Tensor,
-    bias_O: Tensor | None = None,
-    gelu: bool | None = None,
-    rotation: Rotation | None = None,
+    x_1D: Tensor | None, residual_1D: Tensor, norm_D: Tensor, form: NormForm, product: RowProduct
 ) -> tuple[Tensor, Tensor]:
     """The product of ``rms_norm(s)`` in float32, rounded once; and s, as in ``add_rms_norm``, or the residual.
 
-    With ``gelu`` ``swiglu`` of the product; with ``rotation`` its queries, after ``rotate_and_cache_reference``.
+    With a ``rotation`` the product's queries, after ``rotate_and_cache_reference``.
     """
-    sum_1D = residual_1D if x_1D is None else add_rms_norm_reference(x_1D, residual_1D, norm_D, form)[1]
+    weight_OD, bias_O, gelu, rotation = product
+    sum_1D = residual_1D if x_1D is None else add_rms_norm_reference(x_1D, residual_1D, SumNorms(norm_D, form))[1]
     out_1O = F.linear(_normed(sum_1D, norm_D, form), weight_OD.float(), None if bias_O is None else bias_O.float())
     if gelu is not None:
         out_1O = swiglu_reference(out_1O, gelu=gelu)
@@ -181,13 +189,12 @@ def _check_head_norms(norms: HeadNorms, qkv: Tensor, num_heads: int, num_kv_head
         raise ValueError(f"mean squares must be ({num_tokens}, 2) float32, contiguous; got {tuple(squares_T2.shape)}")
 
 
-def check_add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, x_weight: Tensor | None, dtype: torch.dtype | None
-) -> None:
+def check_add_norm(x: Tensor, residual: Tensor | None, norms: SumNorms) -> None:
     """Raise ValueError unless these are the arguments of ``add_rms_norm``."""
+    weight, _, x_weight, dtype = norms
     for each in (weight, x_weight):
         if each is not None:
-            check_norm(x, residual, each)
+            check_norm(x, x if residual is None else residual, each)
     out_dtype = dtype if weight is None else weight.dtype
     if x_weight is not None and x_weight.dtype != out_dtype:
         raise ValueError(f"rms_norm needs weights of one dtype, got {out_dtype} and {x_weight.dtype}")

@@ -237,10 +237,11 @@ class KeyBiases:
     """
 
     def __init__(self, config: LlamaConfig, shard: Shard, cache: CacheSource, angles: Sequence[Angles]) -> None:
+        """``angles``: each layer's rotary tables."""
         # A norm of the keys comes after the bias, and is not linear.
         self._apart = cache.kv_dtype == torch.int8 and config.qk_norm == "none"
         self._rows = slice(shard.local_heads, shard.local_heads + shard.local_kv_heads)
-        self._head_dim, self._angles = config.head_dim, angles
+        self._head_dim, self.angles = config.head_dim, angles
         self._split: dict[int, tuple[Tensor, KeyBias]] = {}
 
     def split(self, index: int, qkv_bias: Tensor | None) -> tuple[Tensor | None, KeyBias | None]:
@@ -250,7 +251,7 @@ class KeyBiases:
         if index not in self._split:
             rest = qkv_bias.clone()
             keys_KE = rest.view(-1, self._head_dim)[self._rows]
-            key_bias = KeyBias(keys_KE.to(torch.float32, copy=True), *self._angles[index])
+            key_bias = KeyBias(keys_KE.to(torch.float32, copy=True), *self.angles[index])
             keys_KE.zero_()
             self._split[index] = rest, key_bias
         return self._split[index]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from tightwire.comm.codec.codec import prepare_codecs
 from tightwire.comm.group.nodes import PartitionPeers
 from tightwire.comm.protocols import Moved
 from tightwire.kernels.packed import arrange
-from tightwire.kernels.spec.packed import Weight
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.errors import ModelError, WeightsError
 from tightwire.model.checkpoint.reader import CheckpointReader
@@ -71,7 +70,7 @@ def load_weights(
     return weights
 
 
-def _arranged(layer: PackedLayer, memory: Tensor) -> dict[str, Weight]:
+def _arranged(layer: PackedLayer, memory: Tensor) -> dict[str, Any]:
     """The tensors of a layer, arranged for products but for those in memory of others, who read them too."""
     tensors = layer.tensors(memory)
     return {name: tensor if name in layer.held else arrange(tensor) for name, tensor in tensors.items()}
@@ -93,7 +92,7 @@ class _Loading:
         layers: dict[int, LayerWeights] = {}
         for layer in self._plan.resident(self._num_layers):
             memory = files.read_plain(layer, self._device, self._moved)
-            layers[layer] = LayerWeights.of(_arranged(model.plain[layer], memory))
+            layers[layer] = LayerWeights(**_arranged(model.plain[layer], memory))
         return outer, layers
 
     def load_to_host(self) -> packed_layer.HostStore:

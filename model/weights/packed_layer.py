@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class PackedLayer:
     def is_plain(self) -> bool:
         return all(place.codec.exact for place in self.places.values())
 
-    def tensors(self, buffer: Tensor) -> dict[str, Weight]:
+    def tensors(self, buffer: Tensor) -> dict[str, Any]:
         """Return views of the tensors in a buffer for this layer, and those ``held``; ValueError if it is encoded."""
         if not self.is_plain:
             raise ValueError("an encoded layer has no tensors; decode it first")

@@ -35,11 +35,6 @@ class LayerWeights:
     down: Matrix  # (D, local_F)
     down_bias: Tensor | None = None  # (D,); only on rank 0
 
-    @classmethod
-    def of(cls, tensors: Mapping[str, Any]) -> Self:
-        """Make it from tensors by field."""
-        return cls(**tensors)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterWeights:

@@ -61,7 +61,7 @@ class StreamedWeights(WeightSource):
         self.store, self.pool = store, self.fetcher.pool
         self.start, self.close = self.fetcher.start, self.fetcher.close
         self._layers = {
-            (layer, buffer.number): LayerWeights.of(plain[layer].tensors(buffer.memory))
+            (layer, buffer.number): LayerWeights(**plain[layer].tensors(buffer.memory))
             for layer in self._order
             for buffer in self.pool.buffers
         }

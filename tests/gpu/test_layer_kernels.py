@@ -11,6 +11,8 @@ from tightwire.kernels.spec.gguf_blocks import Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.layer_ops import (
     NormForm,
     Rotation,
+    RowProduct,
+    SumNorms,
     add_rms_norm_reference,
     norm_linear_reference,
     rotate_and_cache_reference,
@@ -64,8 +66,8 @@ def test_norm(dtype: torch.dtype, device: torch.device) -> None:
         torch.randn(300, 4096).to(dtype),
         torch.randn(4096).to(dtype),
     )
-    got, total = add_rms_norm(x.to(device), residual.to(device), weight.to(device), NormForm(1e-5))
-    want, want_total = add_rms_norm_reference(x, residual, weight, NormForm(1e-5))
+    got, total = add_rms_norm(x.to(device), residual.to(device), SumNorms(weight.to(device), NormForm(1e-5)))
+    want, want_total = add_rms_norm_reference(x, residual, SumNorms(weight, NormForm(1e-5)))
     assert torch.equal(total.cpu(), want_total)
     units = 2 * torch.finfo(dtype).eps + 4096 * torch.finfo(torch.float32).eps
     assert ((got.cpu().double() - want.double()).abs() <= units * want.double().abs()).all()
@@ -79,8 +81,8 @@ def test_a_rows_norm_and_product(gelu: bool | None, dtype: torch.dtype, device: 
     norm = torch.randn(4096).to(dtype)
     form = NormForm(1e-5)
     given = x.to(device), residual.to(device), norm.to(device)
-    got, total = norm_linear(*given, form, weight.to(device), gelu=gelu)
-    want, want_total = norm_linear_reference(x, residual, norm, form, weight, gelu=gelu)
+    got, total = norm_linear(*given, form, RowProduct(weight.to(device), gelu=gelu))
+    want, want_total = norm_linear_reference(x, residual, norm, form, RowProduct(weight, gelu=gelu))
     assert torch.equal(total.cpu(), want_total)
     units = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(got.cpu(), want, rtol=units, atol=0.02 if gelu is None else 1.0)
@@ -94,8 +96,8 @@ def test_a_rows_rotated_product(dtype: torch.dtype, device: torch.device) -> Non
     cache, slots = torch.randn(2, 4, 8, 16, 128).to(device, dtype), torch.tensor([37], dtype=torch.int32, device=device)
     got_cache, want_cache = cache.clone(), cache.clone()
     own, apart = (Rotation(cos, sin, each[0], each[1], slots) for each in (got_cache, want_cache))
-    got, _ = norm_linear(x, residual, norm, NormForm(1e-5), weight, rotation=own)
-    product, _ = norm_linear(x, residual, norm, NormForm(1e-5), weight)
+    got, _ = norm_linear(x, residual, norm, NormForm(1e-5), RowProduct(weight, rotation=own))
+    product, _ = norm_linear(x, residual, norm, NormForm(1e-5), RowProduct(weight))
     want = rotate_and_cache(product.view(1, 48, 128), apart)
     bound = 2 * torch.finfo(dtype).eps * float(product.abs().max() * (cos.abs() + sin.abs()).max())
     torch.testing.assert_close(got, want.flatten(1), rtol=0, atol=bound)

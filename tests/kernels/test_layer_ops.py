@@ -15,6 +15,7 @@ from tightwire.kernels.spec.layer_ops import (
     HeadNorms,
     NormForm,
     Rotation,
+    SumNorms,
     add_rms_norm_reference,
     rms_norm_reference,
     rotate_and_cache_reference,
@@ -45,8 +46,8 @@ def test_norm_matches_the_reference(dtype: torch.dtype, num_tokens: int, size: i
     residual = x.flip(0) * 3
 
     _assert_norm_close(rms_norm(x, weight, NormForm(1e-5)), rms_norm_reference(x, weight, NormForm(1e-5)))
-    normed, total = add_rms_norm(x, residual, weight, NormForm(1e-5))
-    want_normed, want_total = add_rms_norm_reference(x, residual, weight, NormForm(1e-5))
+    normed, total = add_rms_norm(x, residual, SumNorms(weight, NormForm(1e-5)))
+    want_normed, want_total = add_rms_norm_reference(x, residual, SumNorms(weight, NormForm(1e-5)))
     assert torch.equal(total, want_total) and total.dtype == x.dtype and normed.dtype == dtype
     _assert_norm_close(normed, want_normed)
 
@@ -68,7 +69,7 @@ def test_norm_a_view_is_read_without_a_copy_and_not_changed() -> None:
     x = wide[:, 10:60]
     weight = torch.ones(50)
     assert torch.equal(rms_norm(x, weight, NormForm(1e-5)), rms_norm(x.contiguous(), weight, NormForm(1e-5)))
-    assert torch.equal(add_rms_norm(x, x, weight, NormForm(1e-5))[1], x * 2)
+    assert torch.equal(add_rms_norm(x, x, SumNorms(weight, NormForm(1e-5)))[1], x * 2)
     assert torch.equal(wide, before)
 
 
@@ -294,8 +295,8 @@ def _assert_norm_forms(function: Callable[..., tuple[Tensor, Tensor]], dtype: to
     weight, x_weight = torch.randn(2, 100, generator=generator).to(dtype)
     form = NormForm(1e-6, offset=1.0, scale=0.25)
     for own, of_x in ((weight, x_weight), (weight, None), (None, x_weight), (None, None)):
-        got = function(x, residual, own, form, of_x, dtype)
-        want = add_rms_norm_reference(x, residual, own, form, of_x, dtype)
+        got = function(x, residual, SumNorms(own, form, of_x, dtype))
+        want = add_rms_norm_reference(x, residual, SumNorms(own, form, of_x, dtype))
         for mine, other in zip(got, want, strict=True):
             assert mine.dtype == other.dtype
             unit = 2 * torch.finfo(mine.dtype).eps
@@ -366,7 +367,7 @@ def test_norm_weights_of_two_dtypes_are_refused() -> None:
     x, half, single = torch.zeros(2, 8), torch.ones(8).half(), torch.ones(8)
     for weight, x_weight, dtype in ((half, single, None), (None, half, torch.float32)):
         with pytest.raises(ValueError, match="weights of one dtype, got"):
-            add_rms_norm(x, x, weight, NormForm(1e-5), x_weight, dtype)
+            add_rms_norm(x, x, SumNorms(weight, NormForm(1e-5), x_weight, dtype))
 
 
 @pytest.mark.parametrize("slot", [-1, 128])

@@ -155,7 +155,7 @@ def test_norms_in_kernels_of_products(
     def product(*given: Any) -> tuple[Tensor, Tensor]:
         nonlocal num_calls, num_rotations
         num_calls += 1
-        num_rotations += given[7] is not None
+        num_rotations += given[4].rotation is not None
         return norm_linear(*given)
 
     if family.startswith("Llama with"):

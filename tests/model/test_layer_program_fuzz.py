@@ -248,7 +248,7 @@ def _run_eagerly(case: _Case, cache: KVCache) -> list[Tensor]:
     """The result of each part. There is one rank, so a part's result is the sum."""
     angles = rope_tables(case.config, case.config.max_positions, cache.device)
     biases = KeyBiases(case.config, case.shard, cache, angles)
-    layers = EagerLayers(case.config, case.shard, cache, angles, biases, case.batch, case.residual_TD.clone())
+    layers = EagerLayers(case.config, case.shard, cache, biases, case.batch, case.residual_TD.clone())
     results: list[Tensor] = []
     for index, weights in enumerate(case.layers):
         layers.place(index, weights)
@@ -260,7 +260,7 @@ def _run_eagerly(case: _Case, cache: KVCache) -> list[Tensor]:
 def _run_program(case: _Case, cache: KVCache, together: bool) -> tuple[Tensor, Tensor]:
     angles = rope_tables(case.config, case.config.max_positions, cache.device)
     biases = KeyBiases(case.config, case.shard, cache, angles)
-    program = layer_program.LayerProgram(case.config, case.shard, cache, angles, biases)
+    program = layer_program.LayerProgram(case.config, case.shard, cache, biases)
     program.begin(case.residual_TD.clone(), case.batch)
     for index, weights in enumerate(case.layers):
         program.place(index, weights)

@@ -4,8 +4,6 @@
 
 namespace {
 
-// --- RMS norm -------------------------------------------------------------------------------------------------------
-
 // 1 / sqrt(mean square + eps), in float64, rounded once.
 INLINE F32 inverse_root(double mean_square, double eps) { return splat((float)(1.0 / __builtin_sqrt(mean_square + eps))); }
 
@@ -53,8 +51,6 @@ void norm_rows(const tw_norm_args &args, int64_t start, int64_t stop) {
         }
     }
 }
-
-// --- rotary embedding and cache writes ------------------------------------------------------------------------------
 
 // RMS norm of `count` heads in place; `mean_square`: of all of them, or null.
 template <class Number>
@@ -151,8 +147,6 @@ void rotate_rows(const tw_rotate_args &args, int64_t start, int64_t stop) {
     }
 }
 
-// --- SwiGLU, GeGLU ---------------------------------------------------------------------------------------------------------
-
 template <class Number>
 void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop) {
     const int64_t width = args.width, bytes = Number::size;
@@ -167,8 +161,6 @@ void swiglu_rows(const tw_swiglu_args &args, int64_t start, int64_t stop) {
         }
     }
 }
-
-// --- best numbers ---------------------------------------------------------------------------------------------------
 
 // A float32's bits as an integer that sorts as it does; zeros are equal, NaN is the largest.
 int64_t sortable(float number) {

@@ -35,8 +35,6 @@ char *buffer_of(const tw_board &board, int64_t process, int64_t turn) {
 int64_t load_acquire(const int64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 void store_release(int64_t *word, int64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-// --- turns ----------------------------------------------------------------------------------------------------------
-
 // Offers of the core before a waiting process sleeps. A few suit processes of this board that share a core. Where strangers
 // want the core, an offer costs a time slice of each, while a sleeper is woken before them: with two cores and a load of
 // 15, alternating calls of 2, 4 and 8 processes took 87 to 148, 243 to 430 and 417 to 879 us each with 8 offers, and 388 to
@@ -44,40 +42,11 @@ void store_release(int64_t *word, int64_t value) { __atomic_store_n(word, value,
 constexpr int NUM_OFFERS = 8;
 constexpr int NAP_US = 1;  // about 15 us in practice
 
-bool has_published(const tw_board &board, int64_t process, int64_t turn) {
-    const int64_t *word = &line_of(board, process)->turn;
-    for (int64_t i = 0; i < board.num_spins; i++)
-        if (load_acquire(word) >= turn) return true;
-    for (int i = 0; i < NUM_OFFERS; i++) {
-        if (load_acquire(word) >= turn) return true;
-        sched_yield();
-    }
-    for (int64_t i = 0; i < board.num_naps; i++) {
-        if (load_acquire(word) >= turn) return true;
-        usleep(NAP_US);
-    }
-    return load_acquire(word) >= turn;
-}
-
-bool all_have_published(const tw_board &board, int64_t turn) {
-    for (int64_t process = 0; process < board.num_processes; process++)
-        if (!has_published(board, process, turn)) return false;
-    return true;
-}
-
 bool all_call(const tw_board &board, int64_t turn, int64_t call) {
     for (int64_t process = 0; process < board.num_processes; process++)
         if (line_of(board, process)->calls[turn & 1] != call) return false;
     return true;
 }
-
-void publish(const tw_board &board, int64_t turn, int64_t call) {
-    Line *line = line_of(board, board.own);
-    line->calls[turn & 1] = call;
-    store_release(&line->turn, turn);
-}
-
-// --- sums -----------------------------------------------------------------------------------------------------------
 
 // Numbers added at a time. Slices are cut at multiples of it too: they begin on cache lines, whatever the numbers.
 constexpr int64_t BLOCK_ELEMS = 64;
@@ -121,12 +90,12 @@ int64_t one_shot(const tw_board &board, const char *x, char *out, int64_t num_el
     const int64_t call = call_word(ONE_SHOT, Number::kind, num_elems);
     for (; step < 2 * ((num_elems + chunk - 1) / chunk); step++) {
         const int64_t turn = line_of(board, board.own)->turn;
-        if (!all_have_published(board, turn)) return step;
+        if (!tw_wait_for_all(&board, turn)) return step;
         const int64_t start = step / 2 * chunk;
         const int64_t count = chunk < num_elems - start ? chunk : num_elems - start;
         if (step % 2 == 0) {
             memcpy(buffer_of(board, board.own, turn + 1), x + start * bytes, count * bytes);
-            publish(board, turn + 1, call);
+            tw_publish(&board, turn + 1, call);
         } else if (!all_call(board, turn, call)) {
             return TW_MISMATCH;
         } else {
@@ -144,7 +113,7 @@ int64_t two_shot(const tw_board &board, const char *x, char *out, int64_t num_el
     const int64_t call = call_word(TWO_SHOT, Number::kind, num_elems);
     for (; step < 3 * ((num_elems + chunk - 1) / chunk); step++) {
         const int64_t turn = line_of(board, own)->turn;
-        if (!all_have_published(board, turn)) return step;
+        if (!tw_wait_for_all(&board, turn)) return step;
         const int64_t start = step / 3 * chunk;
         const int64_t count = chunk < num_elems - start ? chunk : num_elems - start;
         const int64_t slice_blocks = board.num_processes * BLOCK_ELEMS;
@@ -157,13 +126,13 @@ int64_t two_shot(const tw_board &board, const char *x, char *out, int64_t num_el
             char *buffer = buffer_of(board, own, turn + 1);
             memcpy(buffer, source, own_from * bytes);
             memcpy(buffer + own_to * bytes, source + own_to * bytes, (count - own_to) * bytes);
-            publish(board, turn + 1, call);
+            tw_publish(&board, turn + 1, call);
         } else if (!all_call(board, turn, call)) {
             return TW_MISMATCH;
         } else if (step % 3 == 1) {
             char *sums = buffer_of(board, own, turn + 1);
             add_parts<Number>({board, turn, own_from * bytes, source + own_from * bytes}, sums, own_to - own_from);
-            publish(board, turn + 1, call);
+            tw_publish(&board, turn + 1, call);
             memcpy(target + own_from * bytes, sums, (own_to - own_from) * bytes);
         } else {
             for (int64_t process = 0; process < board.num_processes; process++) {
@@ -175,8 +144,6 @@ int64_t two_shot(const tw_board &board, const char *x, char *out, int64_t num_el
     return TW_DONE;
 }
 
-// --- sums inside other kernels --------------------------------------------------------------------------------------
-
 int64_t clock_ns() {
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -185,9 +152,32 @@ int64_t clock_ns() {
 
 }  // namespace
 
-void tw_publish(const tw_board *board, int64_t turn, int64_t call) { publish(*board, turn, call); }
-int64_t tw_wait_for(const tw_board *board, int64_t process, int64_t turn) { return has_published(*board, process, turn); }
-int64_t tw_wait_for_all(const tw_board *board, int64_t turn) { return all_have_published(*board, turn); }
+void tw_publish(const tw_board *board, int64_t turn, int64_t call) {
+    Line *line = line_of(*board, board->own);
+    line->calls[turn & 1] = call;
+    store_release(&line->turn, turn);
+}
+
+int64_t tw_wait_for(const tw_board *board, int64_t process, int64_t turn) {
+    const int64_t *word = &line_of(*board, process)->turn;
+    for (int64_t i = 0; i < board->num_spins; i++)
+        if (load_acquire(word) >= turn) return 1;
+    for (int i = 0; i < NUM_OFFERS; i++) {
+        if (load_acquire(word) >= turn) return 1;
+        sched_yield();
+    }
+    for (int64_t i = 0; i < board->num_naps; i++) {
+        if (load_acquire(word) >= turn) return 1;
+        usleep(NAP_US);
+    }
+    return load_acquire(word) >= turn;
+}
+
+int64_t tw_wait_for_all(const tw_board *board, int64_t turn) {
+    for (int64_t process = 0; process < board->num_processes; process++)
+        if (!tw_wait_for(board, process, turn)) return 0;
+    return 1;
+}
 
 int64_t tw_one_shot(const tw_board *board, address x, address out, int64_t num_elems, int64_t kind, int64_t step) {
     return with_kind(

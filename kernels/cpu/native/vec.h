@@ -55,8 +55,6 @@ typedef Vector<UintReg> U32;
 // An operator between the lanes of two vectors.
 #define LANEWISE(Out, op, In) EACH(Out, operator op, (In a, In b), (Out::Reg)(a.reg[i] op b.reg[i]))
 
-// --- memory ---------------------------------------------------------------------------------------------------------
-
 INLINE FloatReg load_reg(const void *source) {
     FloatReg out;
     memcpy(&out, source, sizeof out);
@@ -80,8 +78,6 @@ template <int LEVEL = 1>
 INLINE void prefetch(const char *address) {
     __builtin_prefetch(address, 0, 4 - LEVEL);
 }
-// --- arithmetic -----------------------------------------------------------------------------------------------------
-
 // x - 0 is x to the bit, and no instruction; x + 0 would turn -0 into 0.
 INLINE FloatReg splat_reg(float value) { return value - FloatReg{}; }
 EACH(F32, splat, (float value), splat_reg(value))
@@ -114,8 +110,6 @@ INLINE UintReg max_reg(UintReg a, UintReg b) { return a > b ? a : b; }
 #endif
 EACH(F32, maximum, (F32 a, F32 b), max_reg(a.reg[i], b.reg[i]))
 EACH(F32, minimum, (F32 a, F32 b), min_reg(a.reg[i], b.reg[i]))
-
-// --- integer lanes --------------------------------------------------------------------------------------------------
 
 EACH(I32, splat_int, (int32_t value), IntReg{} + value)
 INLINE I32 lane_numbers() {
@@ -172,8 +166,6 @@ INLINE F32 keep_first(F32 value, int64_t count, float fill) {
     return select(lane_numbers() < splat_int((int32_t)count), value, splat(fill));
 }
 
-// --- across lanes ---------------------------------------------------------------------------------------------------
-
 // Shuffles of a register's lanes I: 0 to REG_LANES - 1.
 template <int NEXT, int... I>
 struct Lanes : Lanes<NEXT - 1, NEXT - 1, I...> {};
@@ -226,11 +218,8 @@ constexpr auto smaller_of = [](auto a, auto b) { return a < b ? a : b; };
 INLINE float sum_lanes(F32 value) { return fold(value, sum_of); }
 INLINE float max_lanes(F32 value) { return fold(value, larger_of); }
 INLINE float min_lanes(F32 value) { return fold(value, smaller_of); }
-INLINE int32_t max_lanes_unsigned(I32 value) {
-    U32 lanes;
-    for (int i = 0; i < REGS; i++) lanes.reg[i] = (UintReg)value.reg[i];
-    return (int32_t)fold(lanes, larger_of);
-}
+EACH(U32, without_sign, (I32 value), (UintReg)value.reg[i])
+INLINE int32_t max_lanes_unsigned(I32 value) { return (int32_t)fold(without_sign(value), larger_of); }
 
 // Four floats of every fourth row: of four rows with registers of sixteen lanes, of two with eight, of one with four.
 INLINE FloatReg load_fours(const float *row, int64_t stride) {
@@ -280,8 +269,6 @@ INLINE void transpose(const float *rows, int64_t row_stride, float *target, int6
         }
     }
 }
-
-// --- exponentials ---------------------------------------------------------------------------------------------------
 
 // 2^(n + fraction) for n from -126 to 128 (infinity), the integer in the low bits of `shifted`.
 template <int VECTORS>

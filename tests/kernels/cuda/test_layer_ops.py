@@ -6,7 +6,13 @@ from helpers.kernels.interpreted import InterpretedRank, needs_triton
 from torch import Tensor
 
 from tightwire.comm.group.group import Group
-from tightwire.kernels.spec.layer_ops import NormForm, add_rms_norm_reference, rms_norm_reference, swiglu_reference
+from tightwire.kernels.spec.layer_ops import (
+    NormForm,
+    SumNorms,
+    add_rms_norm_reference,
+    rms_norm_reference,
+    swiglu_reference,
+)
 
 pytestmark = needs_triton
 
@@ -23,12 +29,14 @@ def _check_norm(group: Group) -> None:
             for sum_dtype in {dtype, torch.float32}:
                 padded = torch.randn(num_rows, size + 7, generator=generator).to(sum_dtype)
                 x, residual = padded[:, :size], torch.randn(num_rows, size, generator=generator).to(sum_dtype)
-                out, total = layer_ops.add_rms_norm(x, residual, weight, EPS)
-                want, want_total = add_rms_norm_reference(x, residual, weight, EPS)
+                out, total = layer_ops.add_rms_norm(x, residual, SumNorms(weight, EPS))
+                want, want_total = add_rms_norm_reference(x, residual, SumNorms(weight, EPS))
                 assert torch.equal(total, want_total) and total.dtype == sum_dtype, f"{dtype} {size}"
                 assert out.dtype == dtype
                 _assert_norm_close(out, want)
-                _assert_norm_close(layer_ops.add_rms_norm(x, None, weight, EPS)[0], rms_norm_reference(x, weight, EPS))
+                _assert_norm_close(
+                    layer_ops.add_rms_norm(x, None, SumNorms(weight, EPS))[0], rms_norm_reference(x, weight, EPS)
+                )
 
 
 def _assert_norm_close(out: torch.Tensor, want: torch.Tensor) -> None:
@@ -42,7 +50,7 @@ def _check_norm_refusals(group: Group) -> None:
     from tightwire.kernels.cuda import layer_ops
 
     with pytest.raises(ValueError, match="at most 65536"):
-        layer_ops.add_rms_norm(torch.ones(1, 65537), None, torch.ones(65537), EPS)
+        layer_ops.add_rms_norm(torch.ones(1, 65537), None, SumNorms(torch.ones(65537), EPS))
 
 
 def test_norm_in_the_interpreter(interpreted: InterpretedRank) -> None:

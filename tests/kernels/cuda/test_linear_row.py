@@ -11,6 +11,8 @@ from tightwire.comm.group.group import Group
 from tightwire.kernels.spec.layer_ops import (
     NormForm,
     Rotation,
+    RowProduct,
+    SumNorms,
     add_rms_norm_reference,
     norm_linear_reference,
     rotate_and_cache_reference,
@@ -41,13 +43,13 @@ def _check(
             x = drawn(1, size).to(sum_dtype) if adds else None
             padded = drawn(num_outputs, size + 8).to(dtype)
             weight, bias = padded[:, :size], None if gelu else drawn(num_outputs).to(dtype)
-            got, total = norm_linear_row(x, residual, norm, form, weight, bias, gelu)
-            want, want_total = norm_linear_reference(x, residual, norm, form, weight, bias, gelu)
+            got, total = norm_linear_row(x, residual, norm, form, RowProduct(weight, bias, gelu))
+            want, want_total = norm_linear_reference(x, residual, norm, form, RowProduct(weight, bias, gelu))
             assert torch.equal(total, want_total) and (total is residual) == (x is None)
             assert got.dtype == dtype and got.shape == want.shape
             # The float32 sums differ by their order: a unit for each of their numbers at most.
             normed = add_rms_norm_reference(
-                want_total.double(), torch.zeros(1, size), norm.double(), form._replace(scale=1)
+                want_total.double(), torch.zeros(1, size), SumNorms(norm.double(), form._replace(scale=1))
             )[0]
             products = weight.double() * normed
             error_O = (products.abs().sum(1) + (0 if bias is None else bias.abs())) * size * 2**-23
@@ -86,7 +88,7 @@ def _check_rotated(
         cos, sin = torch.randn(2, 1, turned, generator=generator)
         blocks = drawn(4, 2 * keys, 6, head_dim)  # of keys and of values
         slots, (want_keys, want_values) = torch.tensor([slot]).int(), blocks.clone().split(keys, 1)
-        qkv, _ = norm_linear_row(None, *given[:2], form, *given[2:])
+        qkv, _ = norm_linear_row(None, *given[:2], form, RowProduct(*given[2:]))
         # Rows of padding, which the reference does not have, write nothing.
         apart = Rotation(cos, sin, want_keys, want_values, slots.clamp(min=0))
         want = rotate_and_cache_reference(qkv.view(1, -1, head_dim), apart).flatten(1)
@@ -95,7 +97,7 @@ def _check_rotated(
             residual, norm, weight, bias = (each.to(dtype) for each in given)
             caches = blocks.to(dtype, copy=True)
             rotation = Rotation(cos, sin, caches[:, :keys], caches[:, keys:], slots)
-            got, _ = norm_linear_row(None, residual, norm, form, weight, bias, rotation=rotation)
+            got, _ = norm_linear_row(None, residual, norm, form, RowProduct(weight, bias, rotation=rotation))
             assert got.dtype == dtype and torch.equal(got, want.to(dtype)), f"{dtype} {queries} {slot}"
             assert torch.equal(caches, want_blocks.to(dtype)), f"{dtype} {queries} {slot}"
 
@@ -118,8 +120,8 @@ def test_more_rows_are_refused() -> None:
 
     x, weight = torch.ones(2, 8), torch.ones(4, 8)
     with pytest.raises(ValueError, match="one row, and with gates an even number of outputs; got 2 and 4"):
-        norm_linear(None, x, x[0], NormForm(1e-5), weight)
+        norm_linear(None, x, x[0], NormForm(1e-5), RowProduct(weight))
     with pytest.raises(ValueError, match="got 1 and 3"):
-        norm_linear(None, x[:1], x[0], NormForm(1e-5), weight[:3], gelu=False)
-    got, total = norm_linear(None, x[:1], x[0], NormForm(0.0), weight)
+        norm_linear(None, x[:1], x[0], NormForm(1e-5), RowProduct(weight[:3], gelu=False))
+    got, total = norm_linear(None, x[:1], x[0], NormForm(0.0), RowProduct(weight))
     assert torch.equal(got, torch.full((1, 4), 8.0)) and torch.equal(total, x[:1])

@@ -44,13 +44,13 @@ def _compiled(kernel: Any, capability: int, types: dict[str, Any], constants: di
     names = kernel.arg_names
     signature = {name: types.get(name, "i32") if name not in constants else "constexpr" for name in names}
     aligned = [(i,) for i, name in enumerate(names) if str(signature[name]).startswith(("*", "i"))]
-    aligned += [
-        (i, j) for i, name in enumerate(names) if isinstance(signature[name], tuple) for j in range(len(types[name]))
-    ]
+    tuples = [(i, signature[name]) for i, name in enumerate(names) if isinstance(signature[name], tuple)]
+    aligned += [(i, j) for i, parts in tuples for j, part in enumerate(parts) if part.startswith(("*", "i"))]
     source = ASTSource(
         fn=kernel,
         signature=signature,
-        constexprs={(i,): constants[name] for i, name in enumerate(names) if name in constants},
+        constexprs={(i,): constants[name] for i, name in enumerate(names) if name in constants}
+        | {(i, j): None for i, parts in tuples for j, part in enumerate(parts) if part == "constexpr"},
         attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )
     target = GPUTarget("cuda", capability, 32)
@@ -174,13 +174,14 @@ def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
     from tightwire.kernels.cuda.all_reduce_kernels import one_shot_kernel, two_shot_kernel
     from tightwire.kernels.cuda.numbers import make_tiling
 
-    types = {"x": "*bf16", "out": "*bf16", "headers": "*i64", "failure": "*i32"}
+    types: dict[str, Any] = {"x": "*bf16", "out": "*bf16", "headers": "*i64", "failure": "*i32"}
     if codecs is None:
         ptx, num_meetings = _ptx(one_shot_kernel, capability, types, {"WORLD": 2, "tiling": make_tiling(128)}), 1
     else:
         fmt, out_fmt = (parse_codec(name, feedback=True).format for name in codecs)
         tiling = make_tiling(128, *[given for given in (fmt, out_fmt) if given is not None])
         constants = {"WORLD": 2, "fmt": fmt, "out_fmt": out_fmt, "tiling": tiling}
+        types |= {"cut": 4 * ("i32",), "sizes": 3 * ("i32",)}
         for name, codec in zip(("carried", "sums_carried"), codecs, strict=True):
             if codec.endswith("-ef"):
                 types[name] = "*bf16"
@@ -198,9 +199,9 @@ def test_all_reduce(codecs: tuple[str, str] | None, capability: int) -> None:
 def test_norm(adds: bool) -> None:
     from tightwire.kernels.cuda.layer_ops import _rms_norm_row
 
-    types: dict[str, str] = dict.fromkeys(("x", "residual", "weight", "x_weight", "out", "total"), "*bf16")
-    types |= dict.fromkeys(("eps", "offset", "scale"), "fp32")
-    constants = {"ADDS": adds, "WEIGHTED": True, "X_WEIGHTED": adds, "PLACES": 4096}
+    types: dict[str, Any] = dict.fromkeys(("x", "residual", "weight", "x_weight", "out", "total"), "*bf16")
+    types |= {"form": 3 * ("fp32",), "strides": ("i32", "i32")}
+    constants = {"PLACES": 4096, **({} if adds else {"residual": None, "x_weight": None})}
     ptx = _ptx(_rms_norm_row, H100, types, constants)
     assert "approx" not in ptx and "fma" not in ptx and "sqrt.rn" in ptx
 
@@ -304,15 +305,15 @@ def test_rotation_and_cache(dtype: torch.dtype, normed: bool) -> None:
     """Nothing is fused, or a sum would round once where the reference rounds twice; 16-bit numbers move in vectors."""
     from tightwire.kernels.cuda.layer_ops import Heads, _rotate_and_cache_heads
 
-    names = "qkv", "k_cache", "v_cache", "q_out", "q_norm", "k_norm"
-    types = {**dict.fromkeys(names, TYPES[dtype]), "slots": "*i32", "eps": "fp32", "offset": "fp32"}
-    types |= dict.fromkeys(("cos", "sin"), "*fp32")
+    number = TYPES[dtype]
+    types = {"qkv": number, "q_out": number, "norms": (number, number, "fp32", "fp32"), "strides": 4 * ("i32",)}
+    types |= {"rotation": ("*fp32", "*fp32", number, number, "*i32")}
     heads = Heads(32, 8, 64, 64, 16, 128, 8 * 16 * 128)
-    constants = {"heads": heads, "AT_ONCE": 16, "PAIRS": 64, "NORMED": normed}
+    constants = {"heads": heads, "AT_ONCE": 16, "PAIRS": 64, **({} if normed else {"norms": None})}
     ptx = _ptx(_rotate_and_cache_heads, H100, types, constants)
     assert "fma" not in ptx and "ftz" not in ptx
     assert "ld.global.v4" in ptx and "st.global.v4" in ptx
-    types |= dict.fromkeys(("k_cache", "v_cache"), "*i8")
+    types |= {"rotation": ("*fp32", "*fp32", "*i8", "*i8", "*i32")}
     ptx = _ptx(
         _rotate_and_cache_heads,
         H100,
@@ -335,9 +336,9 @@ def test_a_rows_norm_and_product_takes_few_instructions(tmp_path: Path) -> None:
     """Those that fit the time of its bytes are 14 a number; copies of weights are under way while others are multiplied."""
     from tightwire.kernels.cuda import linear_row
 
-    types: dict[str, str] = dict.fromkeys(("x", "residual", "norm", "weight", "out", "total"), "*bf16")
-    types |= dict.fromkeys(("eps", "offset", "scale"), "fp32")
-    constants = {"bias": None, "rotation": None, "GELU": False, "heads": None, "OUTPUTS": 16}
+    types = {"rows": 3 * ("*bf16",), "norm": ("*bf16", "fp32", "fp32", "fp32"), "out": "*bf16"}
+    types |= {"matrix": ("*bf16", "i32", "constexpr")}
+    constants = {"rotation": None, "GELU": False, "heads": None, "OUTPUTS": 16}
     kernel = _compiled(linear_row._norm_product, H100, types, constants)
     assert _longest_loop(kernel, tmp_path / "kernel") <= 6.2 * 16 * linear_row._PLACES.value / 128
     ptx = kernel.asm["ptx"]

@@ -18,7 +18,7 @@ from tightwire.comm.codec.codec_names import has_feedback
 from tightwire.kernels.spec.attention import AttentionForm, KeyBias, PackedSequences
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.int8_heads import cache_width
-from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation
+from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, RowProduct, SumNorms
 from tightwire.kernels.spec.lora import AdapterSite
 from tightwire.kernels.spec.packed import PackedMatrix
 
@@ -53,8 +53,8 @@ def _layer(num_tokens: int) -> Run:
     x, weight = torch.empty(num_tokens, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
     gate_up = torch.empty(num_tokens, 28672, dtype=BF16)
     return lambda: (
-        layer_ops.add_rms_norm(x, None, weight, NormForm(1e-5)),
-        layer_ops.add_rms_norm(x, x.clone(), weight, NormForm(1e-5)),
+        layer_ops.add_rms_norm(x, None, SumNorms(weight, NormForm(1e-5))),
+        layer_ops.add_rms_norm(x, x.clone(), SumNorms(weight, NormForm(1e-5))),
         layer_ops.swiglu(gate_up),
     )
 
@@ -67,10 +67,10 @@ def _row() -> Run:
     (cos, sin), (keys, values) = torch.empty(2, 1, 64), torch.empty(2, 64, 8, 16, 128, dtype=BF16)
     rotation = Rotation(cos, sin, keys, values, torch.zeros(1, dtype=torch.int32))
     return lambda: (
-        norm_linear_row(None, x, norm, form, qkv, None),
-        norm_linear_row(x, x.clone(), norm, form, qkv, qkv[:, 0].contiguous()),
-        norm_linear_row(x, x.clone(), norm, form, qkv, None, rotation=rotation),
-        norm_linear_row(x, x.clone(), norm, form, gate_up, None, False),
+        norm_linear_row(None, x, norm, form, RowProduct(qkv)),
+        norm_linear_row(x, x.clone(), norm, form, RowProduct(qkv, qkv[:, 0].contiguous())),
+        norm_linear_row(x, x.clone(), norm, form, RowProduct(qkv, rotation=rotation)),
+        norm_linear_row(x, x.clone(), norm, form, RowProduct(gate_up, gelu=False)),
     )
 
 
@@ -93,7 +93,7 @@ def _gelu() -> Run:
     )
     return lambda: (
         layer_ops.swiglu(gate_up, gelu=True),
-        layer_ops.add_rms_norm(x, x.clone(), weight, NormForm(1e-6, 1.0), x_weight_D=weight),
+        layer_ops.add_rms_norm(x, x.clone(), SumNorms(weight, NormForm(1e-6, 1.0), x_weight_D=weight)),
     )
 
 
@@ -115,7 +115,7 @@ def _codec(name: str) -> Run:
     return lambda: (
         block_quant.encode(x, fmt, encoded, carried),
         block_quant.decode(encoded, fmt, x),
-        block_quant.decode_add(encoded, fmt, x.float()),
+        block_quant.decode(encoded, fmt, x.float(), adds=True),
         block_quant.decode_reduce_encode([encoded] * 2, fmt, fmt, len(x), encoded, carried),
     )
 

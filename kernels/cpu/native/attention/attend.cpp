@@ -86,10 +86,7 @@ void attend_rows(const Buffers &buffers, const Rows &rows, const Keys &keys, int
     chunk.first_row = first_row, chunk.num_rows = left < CHUNK ? left : CHUNK;
     const float *queries = buffers.queries + padded * first_row;
     const Product product = {buffers.scores, queries, buffers.keys_t, KEYS, padded, KEYS, chunk.num_rows, keys.depth, nullptr};
-    if (keys.width == KEYS)
-        multiply<KEYS, false, IN_PAIRS>(product);
-    else
-        multiply<KEYS / 2, false, IN_PAIRS>(product);
+    (keys.width == KEYS ? multiply<KEYS, false, IN_PAIRS> : multiply<KEYS / 2, false, IN_PAIRS>)(product);
     float *maxima = buffers.maxima + first_row, highest[CHUNK];
     if (cap > 0.0f) {
         for (int64_t row = 0; row < chunk.num_rows; row++)
@@ -104,11 +101,8 @@ void attend_rows(const Buffers &buffers, const Rows &rows, const Keys &keys, int
     for (int64_t row = 0; row < chunk.num_rows; row++)
         soften<IN_PAIRS>(buffers.scores + KEYS * row, buffers.lane_sums + LANES * (first_row + row), maxima[row],
                          chunk.shrink[row], scale);
-    const int64_t value_depth = IN_PAIRS ? keys.width / 2 : keys.width;
-    if (keys.first)
-        add_values<false, IN_PAIRS>(buffers, chunk, value_depth);
-    else
-        add_values<true, IN_PAIRS>(buffers, chunk, value_depth);
+    const auto add = keys.first ? add_values<false, IN_PAIRS> : add_values<true, IN_PAIRS>;
+    add(buffers, chunk, IN_PAIRS ? keys.width / 2 : keys.width);
 }
 
 template <bool IN_PAIRS>
@@ -132,12 +126,10 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
         const int64_t left = num_keys - first_key, width = left > KEYS / 2 ? KEYS : KEYS / 2;
         for (int key = 0; key < width; key += LANES) {
             float *keys_t = buffers.keys_t + key, *values = buffers.values + buffers.padded * (IN_PAIRS ? key / 2 : key);
-            auto read = [&]<class Number>(Number) {
-                read_keys<Number>(args, walk, kv_head, left - key, buffers, keys_t, values);
+            const auto read = [&]<class Number>(Number) {
+                read_keys<Number, IN_PAIRS>(args, walk, kv_head, left - key, buffers, keys_t, values);
             };
-            if constexpr (IN_PAIRS)
-                read_keys_in_pairs(args, walk, kv_head, left - key, buffers, keys_t, values);
-            else if (args.cache_kind == INT8_HEADS)
+            if (args.cache_kind == INT8_HEADS)
                 read(Codes());
             else
                 with_kind(args.cache_kind, read);

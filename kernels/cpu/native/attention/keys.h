@@ -28,11 +28,20 @@ Buffers make_buffers(int64_t num_rows, int64_t head_dim) {
     return {padded, floats[0], floats[1], floats[2], floats[3], floats[4], floats[5], floats[6], floats[7]};
 }
 
-// `count` numbers as float32; `target` has room for whole vectors.
+// `count` numbers as float32, and zeros up to `padded`.
 template <class Number>
-void widen(const char *source, int64_t count, float *target) {
+void widen(const char *source, int64_t count, int64_t, char *target) {
     for (int64_t at = 0; at < count; at += LANES)
-        store(target + at, load_numbers<Number>(source + Number::size * at, count - at));
+        store(target + 4 * at, load_numbers<Number>(source + Number::size * at, count - at));
+}
+
+// The same of 16-bit numbers as they are.
+void copy_row(const char *source, int64_t count, int64_t padded, char *target) {
+    const int64_t whole = count / (2 * LANES) * (2 * LANES);
+    for (int64_t at = 0; at < whole; at += 2 * LANES) store(target + 2 * at, load(source + 2 * at));
+    if (whole == count) return;
+    memset(target + 2 * whole, 0, 2 * (padded - whole));
+    memcpy(target + 2 * whole, source + 2 * whole, 2 * (count - whole));
 }
 
 // A position, and the bytes from the start of a cache to its numbers and, in 8 bits, to their scale.
@@ -66,15 +75,6 @@ struct CacheWalk {
         return place;
     }
 };
-
-// `count` 16-bit numbers, and zeros up to `padded`.
-void copy_row(const char *source, int64_t count, int64_t padded, char *target) {
-    const int64_t whole = count / (2 * LANES) * (2 * LANES);
-    for (int64_t at = 0; at < whole; at += 2 * LANES) store(target + 2 * at, load(source + 2 * at));
-    if (whole == count) return;
-    memset(target + 2 * whole, 0, 2 * (padded - whole));
-    memcpy(target + 2 * whole, source + 2 * whole, 2 * (count - whole));
-}
 
 // A head of codes as numbers, and zeros up to `padded`.
 template <class Out>
@@ -118,49 +118,35 @@ INLINE void decode_codes(const tw_attend_args &args, const Place &place, int64_t
     decode_head<Out>((const char *)args.v_cache, place, args.head_dim, padded, value);
 }
 
-// The next sixteen keys, of which `count` exist, into columns of `keys_t`, and their values into rows of `values`.
-template <class Number>
+// The next sixteen keys, of which `count` exist, into columns of `keys_t`, and their values into rows of `values`. In pairs these
+// are two neighbours of a key, and for values two keys that follow each other. Staged first, key and value in one row:
+// transposing in place takes longer, because memory is read out of order.
+template <class Number, bool IN_PAIRS>
 void read_keys(const tw_attend_args &args, CacheWalk &walk, int64_t kv_head, int64_t count, const Buffers &buffers,
                float *keys_t, float *values) {
-    const int64_t padded = buffers.padded;
-    for (int key = 0; key < LANES; key++) {
-        float *row = buffers.staged + padded * key, *value_row = values + padded * key;
-        if (key >= count) {
-            memset(row, 0, 4 * padded);
-            memset(value_row, 0, 4 * padded);
-            continue;
-        }
-        const Place place = walk.next(args);
-        if constexpr (Number::size == 1) {
-            decode_codes<Float32>(args, place, kv_head, padded, (char *)row, (char *)value_row);
-        } else {
-            widen<Number>((const char *)args.k_cache + place.numbers, args.head_dim, row);
-            widen<Number>((const char *)args.v_cache + place.numbers, args.head_dim, value_row);
-        }
-    }
-    for (int64_t at = 0; at < padded; at += LANES) transpose(buffers.staged + at, padded, keys_t + KEYS * at, KEYS);
-}
-
-// The same of bfloat16 numbers in pairs: two neighbours of a key, and for values two keys that follow each other. Staged
-// first, key and value in one row: transposing in place takes longer, because memory is read out of order.
-[[maybe_unused]] void read_keys_in_pairs(const tw_attend_args &args, CacheWalk &walk, int64_t kv_head, int64_t count,
-                                         const Buffers &buffers, float *keys_t, float *values) {
     const int64_t padded = buffers.padded, value_at = 2 * padded;
     for (int key = 0; key < LANES; key++) {
         char *row = (char *)(buffers.staged + padded * key);
+        char *value_row = IN_PAIRS ? row + value_at : (char *)(values + padded * key);
         if (key >= count) {
             memset(row, 0, 4 * padded);
+            if (!IN_PAIRS) memset(value_row, 0, 4 * padded);
             continue;
         }
         const Place place = walk.next(args);
-        if (args.cache_kind == INT8_HEADS) {
-            decode_codes<BFloat16>(args, place, kv_head, padded, row, row + value_at);
+        if constexpr (Number::size == 1 && IN_PAIRS) {
+            decode_codes<BFloat16>(args, place, kv_head, padded, row, value_row);
+        } else if constexpr (Number::size == 1) {
+            decode_codes<Float32>(args, place, kv_head, padded, row, value_row);
         } else {
-            copy_row((const char *)args.k_cache + place.numbers, args.head_dim, padded, row);
-            copy_row((const char *)args.v_cache + place.numbers, args.head_dim, padded, row + value_at);
+            constexpr auto read = IN_PAIRS ? copy_row : widen<Number>;
+            read((const char *)args.k_cache + place.numbers, args.head_dim, padded, row);
+            read((const char *)args.v_cache + place.numbers, args.head_dim, padded, value_row);
         }
     }
-    for (int64_t at = 0; at < padded / 2; at += LANES) transpose(buffers.staged + at, padded, keys_t + KEYS * at, KEYS);
+    for (int64_t at = 0; at < (IN_PAIRS ? padded / 2 : padded); at += LANES)
+        transpose(buffers.staged + at, padded, keys_t + KEYS * at, KEYS);
+    if (!IN_PAIRS) return;
     for (int key = 0; key < LANES; key += 2) {
         const char *first = (const char *)(buffers.staged + padded * key) + value_at, *second = first + 4 * padded;
         for (int64_t at = 0; at < padded; at += LANES) {

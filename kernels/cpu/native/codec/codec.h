@@ -32,8 +32,6 @@ struct Message {
     }
 };
 
-// --- rotation -------------------------------------------------------------------------------------------------------
-
 // a + b and a - b of lanes STEP apart, all over the vector.
 template <int STEP>
 INLINE F32 butterfly(F32 value) {
@@ -68,8 +66,6 @@ INLINE void rotate(F32 (&x)[COUNT]) {
     }
 }
 
-// --- formats ----------------------------------------------------------------------------------------------------------
-
 template <bool IS_FLOAT8, int... WIDTHS>
 INLINE auto with_size(int64_t size, auto work) {
     if (size == 128) return work(Shape<128, IS_FLOAT8, WIDTHS...>());
@@ -89,8 +85,6 @@ INLINE auto with_shape(const tw_block_format &format, auto work) {
         default: __builtin_trap();
     }
 }
-
-// --- one format's code, for callers that know it at run time ----------------------------------------------------------
 
 // Numbers that encode.cpp takes at a time.
 constexpr int BLOCK = 1024;

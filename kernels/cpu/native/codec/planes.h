@@ -2,8 +2,6 @@
 #pragma once
 #include "../numbers.h"
 
-// --- bytes and lanes ------------------------------------------------------------------------------------------------
-
 // The lower 8 bits of each lane.
 INLINE Bytes low_bytes(I32 value) {
 #if defined(__AVX512F__)
@@ -90,8 +88,6 @@ struct Planes<SIZE, SHIFT, BITS, MORE...> {
         if constexpr (sizeof...(MORE) > 0) others.store(codes);
     }
 };
-
-// --- e4m3 floats ----------------------------------------------------------------------------------------------------
 
 // The nearest, ties to even, for numbers from -448 to 448. Down to 2^-6 the exponent's bias goes from 127 to 7 and 20 bits of
 // mantissa are rounded off; below, codes count steps of 2^-9, the value of the lowest bit of 2^14.

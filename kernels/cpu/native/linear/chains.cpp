@@ -4,9 +4,8 @@
 // needs 8 loads for 12 multiply-adds, where one whose lanes are inputs (tiles.h) needs 10. The chains are those of linear.cpp,
 // added in the same tree, so the bits are the same. x and weights lie in panels: of sixteen rows the inputs of the first chain, which are
 // every sixteenth, then those of the next chain.
-#include "chains.h"
-
 #include "../parallel.h"
+#include "linear.h"
 #include "unpack.h"
 
 namespace {
@@ -131,14 +130,15 @@ const char *panel_of(const tw_linear_args &args, int64_t first, int64_t num_outp
 
 int64_t chains_bytes(int64_t depth) { return LANES * chain_stride(depth); }
 
-void make_chains(char *panel, const char *rows, int64_t stride, int64_t num_rows, int64_t depth, int64_t kind) {
+void make_chains(char *panels, const char *rows, int64_t stride, int64_t num_rows, int64_t depth, int64_t kind) {
     with_kind(kind, [&]<class Number>(Number) {
         alignas(64) float block[LANES * LANES] = {};
-        for (int64_t at = 0; at < depth; at += LANES) {
-            for (int64_t row = 0; row < num_rows; row++)
-                store(block + LANES * row, load_numbers<Number>(rows + stride * row + Number::size * at, depth - at));
-            transpose(block, LANES, (float *)(panel + 4 * at), chain_stride(depth) / 4);
-        }
+        for (; num_rows > 0; num_rows -= LANES, panels += chains_bytes(depth), rows += LANES * stride)
+            for (int64_t at = 0; at < depth; at += LANES) {
+                for (int64_t row = 0; row < least(LANES, num_rows); row++)
+                    store(block + LANES * row, load_numbers<Number>(rows + stride * row + Number::size * at, depth - at));
+                transpose(block, LANES, (float *)(panels + 4 * at), chain_stride(depth) / 4);
+            }
     });
 }
 

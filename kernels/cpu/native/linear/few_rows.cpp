@@ -17,18 +17,21 @@ INLINE void add_products(const char *x, int64_t x_bytes, int64_t x_ahead, const 
     }
 }
 
-// sums (num_rows, PANEL) = the cells.
-INLINE void take_cells(float *sums, int64_t num_rows) {
-    if (num_rows == 1) {
+// Writes the sums in the cells, of sixteen outputs from `first` on, and begins new ones.
+void take_cells(const tw_linear_args &args, int64_t first, int64_t stop) {
+    alignas(64) float cells[LANES][LANES], sums[FEW_ROWS * PANEL];
+    if (args.num_tokens == 1) {
         _tile_stored(0, sums, 4);
-        return;
+    } else {
+        _tile_stored(0, cells, 64);
+        transpose(cells[0], LANES, sums, PANEL);
     }
-    alignas(64) float cells[LANES][LANES];
-    _tile_stored(0, cells, 64);
-    transpose(cells[0], LANES, sums, PANEL);
-    if (num_rows <= LANES) return;
-    _tile_stored(2, cells, 64);
-    transpose(cells[0], LANES, sums + LANES * PANEL, PANEL);
+    if (args.num_tokens > LANES) {
+        _tile_stored(2, cells, 64);
+        transpose(cells[0], LANES, sums + LANES * PANEL, PANEL);
+    }
+    zero_cells();
+    write_sums(args, sums, args.num_tokens, least(LANES, stop - first), 0, first);
 }
 
 }  // namespace
@@ -65,12 +68,6 @@ void multiply_few_rows(const tw_linear_args &args, int64_t start, int64_t stop) 
     const int64_t num_units = (depth + UNIT_INPUTS - 1) / UNIT_INPUTS;
     const int64_t unit_inputs = TILE_INPUTS * ((steps + num_units - 1) / num_units);
     char *copies = (char *)thread_scratch(WIDENED_WEIGHTS, 2 * LANES * COPY_STRIDE / 4);
-    alignas(64) float sums[FEW_ROWS * PANEL];
-    const auto take = [&](int64_t first) {
-        take_cells(sums, args.num_tokens);
-        zero_cells();
-        write_sums(args, sums, args.num_tokens, least(LANES, stop - first), 0, first);
-    };
     struct {
         const char *x, *weights;
         int64_t stride, steps;
@@ -93,12 +90,12 @@ void multiply_few_rows(const tw_linear_args &args, int64_t start, int64_t stop) 
                     if (copied++ % 2) add(copied / 2 - 1);
                 });
             for (int64_t step = copied / 2; step < UNIT_STEPS; step++) add(step);
-            if (begin == 0 && first > start) take(first - LANES);
+            if (begin == 0 && first > start) take_cells(args, first - LANES, stop);
             unit = {(const char *)args.x + x_bytes * (begin / TILE_INPUTS), own, stride, tile_steps(inputs)};
         }
     }
     for (int64_t step = 0; step < UNIT_STEPS; step++) add(step);
-    take(start + (stop - start - 1) / LANES * LANES);
+    take_cells(args, start + (stop - start - 1) / LANES * LANES, stop);
     _tile_release();
 }
 #endif

@@ -30,8 +30,6 @@ struct ActivationGroup {
     int32_t minus_sums[3], unused;
 };
 
-// --- activations ------------------------------------------------------------------------------------------------------
-
 template <class Number>
 void quantize_group(ActivationGroup *group, const char *source) {
     F32 x[2] = {Number::load(source), Number::load(source + Number::size * LANES)};
@@ -55,8 +53,6 @@ void quantize_group(ActivationGroup *group, const char *source) {
     for (int i = 0; i < 3; i++) group->terms[i] = group->scale * (float)sums[i], group->minus_sums[i] = -sums[i];
 }
 
-// --- integer sums -----------------------------------------------------------------------------------------------------
-
 // Four codes for each of a register's lanes: those `at` numbers behind `number` and the next, with a sign if the format has no offset.
 template <class Format>
 INLINE Int8Reg load_weights(TileSource source, unsigned number, unsigned at) {
@@ -79,16 +75,17 @@ struct IntegerDot {
         if constexpr (Format::offset == 0) return IntReg{};
         return broadcast(minus_sum) * Format::offset;
     }
+    static Int8Reg load(TileSource source, unsigned number, unsigned at) {
+        Int8Reg weights = load_weights<Format>(source, number, at);
+        if constexpr (adds_128) return weights ^ (int8_t)0x80;
+        return weights;
+    }
 #if defined(__AVX512VNNI__)
     // The first factor has no sign, so weights with one get 128 added.
+    static constexpr bool adds_128 = has_sign;
     static IntReg start(const int32_t *minus_sum) {
         if constexpr (has_sign) return broadcast(minus_sum) * 128;
         return correction(minus_sum);
-    }
-    static Int8Reg load(TileSource source, unsigned number, unsigned at) {
-        Int8Reg weights = load_weights<Format>(source, number, at);
-        if constexpr (has_sign) return weights ^ (int8_t)0x80;
-        return weights;
     }
     static IntReg step(IntReg sum, ShortReg &, unsigned, Int8Reg weights, const void *activations) {
         return (IntReg)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)broadcast(activations));
@@ -98,7 +95,7 @@ struct IntegerDot {
     // Pairs of products are added in 16 bits, for as many steps as stay below 2^15: one, if a sign is moved to the activations.
     static constexpr unsigned short_steps = has_sign || bits > 6 ? 1 : bits == 6 ? 2 : bits == 5 ? 4 : 8;
     static IntReg start(const int32_t *) { return IntReg{}; }
-    static Int8Reg load(TileSource source, unsigned number, unsigned at) { return load_weights<Format>(source, number, at); }
+    static constexpr bool adds_128 = false;
 #if defined(__AVX512F__)
     static ShortReg pairs_of(Int8Reg weights, IntReg codes) {
         if constexpr (has_sign) {
@@ -128,7 +125,7 @@ struct IntegerDot {
     static IntReg finish(IntReg sum, const int32_t *minus_sum) { return sum + correction(minus_sum); }
 #else
     static IntReg start(const int32_t *minus_sum) { return correction(minus_sum); }
-    static Int8Reg load(TileSource source, unsigned number, unsigned at) { return load_weights<Format>(source, number, at); }
+    static constexpr bool adds_128 = false;
     static IntReg step(IntReg sum, ShortReg &, unsigned, Int8Reg weights, const void *activations) {
         int8x16_t codes = vreinterpretq_s8_s32((int32x4_t)broadcast(activations));
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -142,8 +139,6 @@ struct IntegerDot {
     static IntReg finish(IntReg sum, const int32_t *) { return sum; }
 #endif
 };
-
-// --- products ---------------------------------------------------------------------------------------------------------
 
 // Adds to `sums` the products with a part of a group: numbers from `number` on of the tile's blocks, the activations of `groups`.
 template <int ROWS, class Format>
@@ -218,8 +213,6 @@ const char *panel_of(const tw_linear_args &args, int64_t first, int64_t num_outp
 }
 
 #if defined(__AMX_INT8__)
-// --- products in matrix units -----------------------------------------------------------------------------------------
-
 // A part of a group of sixteen outputs. Codes less the offset are a tile: four of each output, then the next four.
 template <class Format>
 struct TilePart {

@@ -14,7 +14,6 @@
 #include "linear.h"
 
 #include "../parallel.h"
-#include "chains.h"
 #include "matrix_units.h"
 #include "unpack.h"
 #include "tiles.h"
@@ -119,8 +118,6 @@ void multiply_in_parts(const Block &block) {
     }
 }
 
-// --- packed weights ---------------------------------------------------------------------------------------------------
-
 // c (COLS) = one row of x @ packed rows (COLS, groups)^T, unpacked on the way.
 template <int COLS, class Format, bool PAIR>
 __attribute__((noinline)) void multiply_packed(char *c, const char *x, const char *b, int64_t b_stride, int64_t num_groups) {
@@ -160,17 +157,6 @@ __attribute__((noinline)) void multiply_packed(char *c, const char *x, const cha
     float out[COLS];
     sum_cells<COLS>(sums, out);
     memcpy(c, out, 4 * COLS);
-}
-
-// --- a block of columns -----------------------------------------------------------------------------------------------
-
-template <class Number>
-void widen_rows(char *target, int64_t target_stride, const char *source, int64_t source_stride, int64_t rows, int64_t depth) {
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t at = 0; at < depth; at += LANES)
-            store_numbers<Float32>(target + target_stride * row + 4 * at,
-                                   load_numbers<Number>(source + source_stride * row + Number::size * at, depth - at),
-                                   depth - at);
 }
 
 // The sums of a panel of plain weights, a block after the other.
@@ -217,12 +203,6 @@ __attribute__((noinline)) Block widened(Block block, int64_t kind) {
     return block;
 }
 
-// As many rows as are kept at hand, in turns of about as many each: a last turn of one row would be slow.
-int64_t rows_at_once(int64_t num_rows, int64_t limit) {
-    const int64_t turns = (num_rows + limit - 1) / limit;
-    return turns < 2 ? limit : (num_rows + turns * TALL - 1) / (turns * TALL) * TALL;
-}
-
 template <class Dot>
 void multiply_outputs(const tw_linear_args &args, int64_t start, int64_t stop) {
     const int64_t kind = args.weight_kind, num_tokens = args.num_tokens, depth = args.num_inputs;
@@ -230,7 +210,9 @@ void multiply_outputs(const tw_linear_args &args, int64_t start, int64_t stop) {
     const bool in_parts = widens || (Dot::b_bytes == 2 && num_tokens > MANY_ROWS);
     const int64_t fitting = (in_parts ? PART_ROW_BYTES : CACHE_BYTES) / (Dot::a_bytes * depth + 1);
     const int64_t limit = most(TALL, least(in_parts ? PART_ROWS : MAX_ROWS, fitting) / TALL * TALL);
-    const int64_t at_once = rows_at_once(num_tokens, limit);
+    // As many rows as are kept at hand, in turns of about as many each: a last turn of one row would be slow.
+    const int64_t turns = (num_tokens + limit - 1) / limit;
+    const int64_t at_once = turns < 2 ? limit : (num_tokens + turns * TALL - 1) / (turns * TALL) * TALL;
     int64_t step = PANEL;  // columns at a time: widened ones in the second-level cache, or in the nearest for few rows
     if (widens && num_tokens <= at_once) step = BLOCK;
     if (widens) step = most(PART_COLUMNS, least(step, MAX_WIDENED / widened_stride(depth, Dot::b_bytes == 2) & -PART_COLUMNS));
@@ -304,14 +286,13 @@ void tw_prepare_rows(const void *rows_args, int64_t start, int64_t stop) {
         return make_tiles(out + tile_bytes(args.num_rows) * tile_steps(depth) * start, x, args.x_stride, rows, args.num_rows,
                           depth);
 #endif
-    if (in_chains(args.num_rows, args.weight_kind)) {
-        for (int64_t at = start; at < stop; at++)
-            make_chains(out + chains_bytes(depth) * at, (const char *)args.x + args.x_stride * LANES * at, args.x_stride,
-                        least(LANES, args.num_rows - LANES * at), depth, args.kind);
-        return;
-    }
+    if (in_chains(args.num_rows, args.weight_kind))
+        return make_chains(out + chains_bytes(depth) * start, x, args.x_stride, rows, depth, args.kind);
     with_kind(args.kind, [&]<class Number>(Number) {
-        widen_rows<Number>(out + 4 * depth * row, 4 * depth, x, args.x_stride, rows, depth);
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t at = 0; at < depth; at += LANES)
+                store_numbers<Float32>(out + 4 * (depth * (row + i) + at),
+                                       load_numbers<Number>(x + args.x_stride * i + Number::size * at, depth - at), depth - at);
     });
 }
 

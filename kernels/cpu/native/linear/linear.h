@@ -1,7 +1,7 @@
 // Matrix products inside other kernels.
 #pragma once
 #include "../kernels.h"
-#include "../numbers.h"
+#include "formats.h"
 
 // Outputs that a thread takes at a time.
 constexpr int64_t PANEL = WIDE ? 64 : 32;
@@ -35,3 +35,12 @@ INLINE void write_sums(const tw_linear_args &args, const float *sums, int64_t ro
 void multiply_int8(const tw_linear_args &args, int64_t start, int64_t stop);
 int64_t quantized_bytes(int64_t depth);  // of a row
 void quantize_rows(char *target, const char *x, int64_t x_stride, int64_t num_rows, int64_t depth, int64_t kind);
+
+// chains.cpp: products of several rows on registers of four or eight lanes.
+// Whether that many rows take less time so than in tiles whose lanes are inputs.
+INLINE bool in_chains(int64_t num_rows, int64_t weight_kind) { return !WIDE && num_rows >= (is_packed(weight_kind) ? 4 : 24); }
+int64_t chains_bytes(int64_t depth);  // of sixteen rows of `depth` inputs as a panel
+// Rows of `kind` as panels.
+void make_chains(char *panels, const char *rows, int64_t stride, int64_t num_rows, int64_t depth, int64_t kind);
+// tw_linear of rows in panels.
+void multiply_chains(const tw_linear_args &args, int64_t start, int64_t stop);

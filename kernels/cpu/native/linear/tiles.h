@@ -3,8 +3,6 @@
 #include "../numbers.h"
 
 namespace {
-// --- products of a step of REG_LANES lanes ----------------------------------------------------------------------------
-
 // float32 inputs with weights of Number, widened: one number a lane.
 template <class Number>
 struct SingleDot {
@@ -23,8 +21,6 @@ struct PairDot {
     }
 };
 #endif
-
-// --- sums over lanes ------------------------------------------------------------------------------------------------
 
 template <int COUNT, int HALF>
 INLINE void fold_registers(FloatReg *values) {
@@ -57,8 +53,6 @@ INLINE void sum_cells(const FloatReg (*cells)[REGS], float *out) {
         memcpy(out + first, &values[0], 4 * (CELLS - first < REG_LANES ? CELLS - first : REG_LANES));
     }
 }
-
-// --- tiles ----------------------------------------------------------------------------------------------------------
 
 // Where a tile's cells are kept between parts of the depth: `before` this part (null: it is the first), and `after` it (null: the
 // last, whose sums go to c).

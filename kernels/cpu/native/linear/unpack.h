@@ -23,15 +23,6 @@ struct BlockSource {
     static float float_of_bits(uint32_t bits) { return float_of(bits); }
 };
 
-#if defined(__AVX512F__)
-// The first four bytes of sixteen blocks: two float16.
-struct HeadSource {
-    __m512i heads;
-
-    FloatReg half(int at) const { return (FloatReg)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 8 * at))); }
-};
-#endif
-
 // Makes the compiler read `value` from memory afterwards. A CPU with AVX2 loads one number for all lanes, or widens bytes that it
 // loads, in half a cycle; from a register it takes one to two.
 INLINE void keep_in_memory([[maybe_unused]] auto &value) {
@@ -59,10 +50,10 @@ struct Scales {
         } else if constexpr (gathers) {
 #if defined(__AVX512F__)
             const __m512i places = (__m512i)(lane_numbers().reg[0] * Format::num_bytes);
-            const HeadSource source = {
-                _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), (1 << num_groups) - 1, places, block, 1)};
-            _mm512_store_ps(scales, (__m512)Format::scale(source, 0));
-            _mm512_store_ps(minima, (__m512)Format::minimum(source, 0));
+            const auto used = (1 << num_groups) - 1;  // a block begins with the float16 of its scale, then of its minimum
+            const __m512i heads = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), used, places, block, 1);
+            _mm512_store_ps(scales, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(heads)));
+            _mm512_store_ps(minima, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads, 16))));
 #endif
         } else {
             scales[0] = Format::scale(BlockSource{block}, 0);
