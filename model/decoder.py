@@ -43,7 +43,7 @@ Collective = Callable[[], Tensor]  # all ranks call their collectives in the sam
 
 # Prompt rows, with the decode rows beside them, that run as the layer program. It spares a step of SmolLM2 8 ms; of 256 rows kernels
 # called one by one take as long, because they divide them among the threads better.
-_MAX_PROGRAM_ROWS = 128
+MAX_PROGRAM_ROWS = 128
 
 
 class Llama:
@@ -94,7 +94,7 @@ class Llama:
         while the next is computed; None: sums and computation do not overlap.
         """
         start = _call if lane is None else lambda collective: lane.start(collective).wait
-        has_few_rows = parts[0].phase == "decode" or len(parts[0].token_ids_T) <= _MAX_PROGRAM_ROWS
+        has_few_rows = parts[0].phase == "decode" or len(parts[0].token_ids_T) <= MAX_PROGRAM_ROWS
         program = self._program if len(parts) == 1 and has_few_rows else None
         passes = [self._pass(part, program) for part in parts]
         results = [start(next(layers)) for layers in passes]

@@ -1,7 +1,6 @@
 """Matrix products on CPU, and unpacking: the host of native/linear. ``kernels.linear`` has the reasons."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +20,6 @@ _ROWS_AT_ONCE = 16  # an item of tw_prepare_rows
 _INT8, _INTERLEAVED = 32, 64
 
 
-class _Up(NamedTuple):
-    """The second matrix of a gated product."""
-
-    weight_OD: Matrix
-    bias_O: Tensor | None
-    gelu: bool
-
-
 def gated_linear_cpu(x_TD: Tensor, weight_ED: Weight, bias_E: Tensor | None, *, gelu: bool) -> Tensor | None:
     """The bits of ``swiglu_cpu`` of ``linear_cpu``, at once; None unless many rows are multiplied in matrix units."""
     in_units = x_TD.dtype == torch.bfloat16 and 0 < lib.tw_gated_rows() <= len(x_TD) and x_TD.shape[1] > 0
@@ -39,27 +30,30 @@ def gated_linear_cpu(x_TD: Tensor, weight_ED: Weight, bias_E: Tensor | None, *, 
     if not weight_ED.shape[0] / 2 == gate.shape[0] == up.shape[0]:  # rows of several parts
         return None
     biases = (None, None) if bias_E is None else bias_E.split(half)
-    return linear_cpu(x_TD, gate, biases[0], up=_Up(up, biases[1], gelu))
+    return linear_cpu(x_TD, gate, biases[0], up=(up, biases[1], gelu))
 
 
 def linear_cpu(
-    x_TD: Tensor, weight_OD: Matrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None, up: _Up | None = None
+    x_TD: Tensor,
+    weight_OD: Matrix,
+    bias_O: Tensor | None,
+    out_dtype: torch.dtype | None = None,
+    up: tuple[Matrix, Tensor | None, bool] | None = None,
 ) -> Tensor:
-    """``linear.linear`` for CPU tensors; see there. ``up``: gates it."""
+    """``linear.linear`` for CPU tensors; see there. ``up``: the matrix that it gates, its bias, and whether by gelu."""
     out_dtype = out_dtype or x_TD.dtype
     check_linear(x_TD, weight_OD, bias_O)
-    num_tokens, num_inputs = x_TD.shape
-    num_outputs = weight_OD.shape[0]
+    (num_tokens, num_inputs), num_outputs = x_TD.shape, weight_OD.shape[0]
     out_TO = torch.empty((num_tokens, num_outputs), dtype=out_dtype)
     kind, in_pairs = NUMBER_KIND[x_TD.dtype], x_TD.dtype == torch.bfloat16 and has_pairs()
     weight, weight_stride, weight_kind = matrix_integers(weight_OD)
     x_stride = x_TD.stride(0) * x_TD.element_size()
-    second, num_matrices = ffi.NULL, 1 if up is None else 2
+    second = ffi.NULL
     if up is not None:
-        check_linear(x_TD, up.weight_OD, up.bias_O)
-        address, *described = matrix_integers(up.weight_OD)
-        second = struct("tw_up_args", (address, *addresses(up.bias_O), *described, up.gelu))
-    sizes = num_tokens, num_inputs, num_outputs * num_matrices
+        check_linear(x_TD, *up[:2])
+        address, *described = matrix_integers(up[0])
+        second = struct("tw_up_args", (address, *addresses(up[1]), *described, up[2]))
+    sizes = num_tokens, num_inputs, num_outputs * (2 if up else 1)
     rows = struct("tw_rows_args", (0, x_TD.data_ptr(), x_stride, *sizes, kind, weight_kind))
     if num_bytes := lib.tw_prepared_bytes(rows):
         prepared = torch.empty(num_bytes, dtype=torch.uint8)

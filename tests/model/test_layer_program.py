@@ -55,7 +55,7 @@ def _execute(runner: ModelRunner, lens: Sequence[tuple[int, int]], num_decode: i
 
 def _execute_eagerly(runner: ModelRunner, lens: Sequence[tuple[int, int]], num_decode: int, **changes: Any) -> Tensor:
     """The logits of ``_execute`` for a step with a prompt, kernel by kernel."""
-    with patch.object(decoder, "_MAX_PROGRAM_ROWS", 0):
+    with patch.object(decoder, "MAX_PROGRAM_ROWS", 0):
         return _execute(runner, lens, num_decode, **changes)
 
 
@@ -187,7 +187,7 @@ def test_the_last_mlp_computes_the_rows_that_are_needed(
     some = _execute_eagerly(runner, lens, 2, logit_rows=logit_rows)
     assert torch.equal(some, whole[logit_rows])
     assert counts == [41, 41, 41, len(logit_rows)]
-    with patch.object(decoder, "_MAX_PROGRAM_ROWS", 0):
+    with patch.object(decoder, "MAX_PROGRAM_ROWS", 0):
         assert runner.execute(_plan(lens, 2, logit_rows=[])) is None
     assert counts[4:] == [41, 0]
 

@@ -1,6 +1,6 @@
 """Times the parts of a step on one rank: each kernel that the model calls, on the model's own weights and cache.
 
-A step is timed as the server runs it, then again kernel by kernel with timers; a CPU serves a decode step as one compiled
+A step is timed as the server runs it, then again kernel by kernel with timers; a CPU serves a step of few rows as one compiled
 program without timers. On a GPU the host waits after every kernel, so short kernels also show the time of a launch.
 """
 
@@ -90,7 +90,8 @@ def _measure(
         one: dict[str, Part] = defaultdict(Part)
         _timed(one[WHOLE], _each_once, partial(run_step, runner), wait)(plan)
         with ExitStack() as stack:
-            stack.enter_context(patch.object(Batch, "phase", "prefill"))  # the layers run kernel by kernel
+            stack.enter_context(patch.object(Batch, "phase", "prefill"))
+            stack.enter_context(patch.object(decoder, "MAX_PROGRAM_ROWS", 0))  # the layers run kernel by kernel
             for owner, attribute, name, cost in kernels:
                 timer = _timed(one[name], cost, getattr(owner, attribute), wait)
                 stack.enter_context(patch.object(owner, attribute, timer))
@@ -148,13 +149,13 @@ _Kernel = tuple[Any, str, str, _Cost]
 _KERNELS: tuple[_Kernel, ...] = (
     (TensorParallel, "embed", "embedding", lambda args, result: (2 * result.nbytes, 0)),
     (layer_kernels, "linear", "products", _product),
+    (layer_kernels, "gated_linear", "gate, up, SwiGLU", _product),
     (layer_kernels, "paged_attention", "attention", _attention),
     (layer_kernels, "add_rms_norm", "norm", _each_once),
     (layer_kernels, "rms_norm", "norm", _each_once),
     (decoder, "rms_norm", "norm", _each_once),
     # Queries, keys and values are read once and written once; the values' write is to the cache.
     (layer_kernels, "rotate_and_cache", "rope, cache write", lambda args, result: (2 * args[0].nbytes, 0)),
-    (layer_kernels, "swiglu", "SwiGLU", _each_once),
     (TensorParallel, "sum_rows", _SUMS, _each_once),
     (decoder, "linear", "logits", _product),
 )

@@ -30,10 +30,11 @@ struct Sums {
     int64_t rows, columns, token, first;
 
     // `halves`: the product of each half of a block.
+    template <bool GATED>
     void write(const tw_linear_args *halves, int64_t count) {
         count = least(count, rows);
         if (count == 0) return;
-        if (halves->up)
+        if constexpr (GATED)
             write_gated(halves, count);
         else
             write_sums<BLOCK>(*halves, cells, count, columns, token, first);
@@ -86,6 +87,7 @@ void fill_panel(const tw_linear_args *halves, const Panel &panel) {
 
 // Adds the products of rows `token` to `end` with a panel to their cells, of which `num_kept` take turns from `kept` on; with the
 // first inputs they start at zero. Writes `sums` meanwhile, and with the last inputs leaves those of the last block there.
+template <bool GATED>
 void multiply_panel(const tw_linear_args *halves, const Panel &panel, int64_t token, int64_t end, float *cells, int64_t kept,
                     int64_t num_kept, Sums &sums) {
     const tw_linear_args &args = *halves;
@@ -113,25 +115,24 @@ void multiply_panel(const tw_linear_args *halves, const Panel &panel, int64_t to
             _tile_stream_loadd(7, x + LANES * row_bytes, stride);
             _tile_dpbf16ps(2, 7, 4);
             _tile_dpbf16ps(3, 7, 5);
-            sums.write(halves, 2);
+            sums.write<GATED>(halves, 2);
         }
-        sums.write(halves, BLOCK);
+        sums.write<GATED>(halves, BLOCK);
         store_cells(own);
         if (panel.step + panel.steps == steps)
             sums = {own, least(BLOCK, args.num_tokens - row), panel.columns, row, panel.first};
     }
 }
 
-}  // namespace
-
-void multiply_many_rows(const tw_linear_args &args, int64_t start, int64_t stop) {
+template <bool GATED>
+void multiply_blocks(const tw_linear_args &args, int64_t start, int64_t stop) {
     const auto parts = [](int64_t whole, int64_t part) { return (whole + part - 1) / part; };
     const int64_t steps = tile_steps(args.num_inputs), panel_steps = steps > MAX_STEPS ? SOME_STEPS : steps;
     // At hand are some rows, of these the inputs of some panels, and columns that are multiplied with them.
     const int64_t max_rows = most(MIN_ROWS, least(MAX_ROWS, MAX_ROWS_BYTES / (64 * steps)));
     const int64_t blocks = parts(args.num_tokens, BLOCK * parts(args.num_tokens, max_rows)), rows = BLOCK * blocks;
     const int64_t steps_at_hand = panel_steps * most(1, MAX_ROWS_BYTES / (64 * rows * panel_steps));
-    const int64_t width = args.up ? LANES : BLOCK;  // outputs of a block
+    const int64_t width = GATED ? LANES : BLOCK;  // outputs of a block
     const int64_t columns = steps_at_hand < steps ? least(MAX_COLUMNS, stop - start) : stop - start;
     const int64_t num_kept = panel_steps == steps ? 1 : steps_at_hand < steps ? blocks * parts(columns, width) : blocks;
     char *tiles = (char *)thread_scratch(WEIGHT_TILES, 2 * TILE_BYTES * panel_steps / 4 + CELLS * num_kept);
@@ -149,10 +150,16 @@ void multiply_many_rows(const tw_linear_args &args, int64_t start, int64_t stop)
                     for (int64_t step = begin; step < least(begin + steps_at_hand, steps); step += panel_steps) {
                         const Panel panel = {tiles, first, least(width, stop - first), step, least(panel_steps, steps - step)};
                         fill_panel(halves, panel);
-                        multiply_panel(halves, panel, token, least(token + rows, args.num_tokens), cells,
-                                       (first - column) / width * blocks, num_kept, sums);
+                        multiply_panel<GATED>(halves, panel, token, least(token + rows, args.num_tokens), cells,
+                                              (first - column) / width * blocks, num_kept, sums);
                     }
-    sums.write(halves, BLOCK);
+    sums.write<GATED>(halves, BLOCK);
     _tile_release();
+}
+
+}  // namespace
+
+void multiply_many_rows(const tw_linear_args &args, int64_t start, int64_t stop) {
+    args.up ? multiply_blocks<true>(args, start, stop) : multiply_blocks<false>(args, start, stop);
 }
 #endif

@@ -22,9 +22,8 @@ INLINE int64_t tile_steps(int64_t depth) { return (depth + TILE_INPUTS - 1) / TI
 // Whether rows of x are prepared as tiles; else they are read as they lie, which takes longer each time: many columns repay copying
 // them to tiles of sixteen rows by 32 inputs.
 INLINE bool in_tiles(const tw_rows_args &args) {
-    const bool many_columns = args.num_outputs > args.num_inputs;
     return UNITS && args.kind == BFLOAT16 && !is_int8(args.weight_kind) &&
-           (args.num_rows <= FEW_ROWS || many_columns || args.num_inputs % TILE_INPUTS);
+           (args.num_rows <= FEW_ROWS || args.num_outputs > args.num_inputs || args.num_inputs % TILE_INPUTS);
 }
 // Of a tile of x, which has fewer than sixteen rows if there are fewer.
 INLINE int64_t tile_bytes(int64_t num_rows) { return 64 * least(num_rows, LANES); }
@@ -46,7 +45,7 @@ namespace {
 constexpr int64_t UNIT_INPUTS = 256, UNIT_STEPS = UNIT_INPUTS / TILE_INPUTS;
 constexpr int64_t COPY_STRIDE = 64 * UNIT_STEPS + 64;  // rows of whole pages would compete for the same few places of the cache
 
-// Sets every tile to sixteen rows of 64 bytes; tiles of x, from 6 on, to rows of `x_bytes`.
+// Sets every tile to sixteen rows, of 64 bytes in tiles 4 and 5 and of `x_bytes` in the others.
 INLINE void set_tiles(int64_t x_bytes = 64) {
     alignas(64) uint8_t shapes[64] = {1};  // bytes of a row from 16 on, rows from 48 on
     for (int tile = 0; tile < 8; tile++)

@@ -67,14 +67,24 @@ def test_the_parts_of_a_step_are_those_of_the_layers(tmp_path: Path, capsys: pyt
         name.removeprefix("a prompt of 32: "): cell for name, cell in cells.items() if name.startswith("a prompt")
     }
     assert set(prompt) == {
-        *("embedding", "products", "attention", "norm", "rope, cache write", "SwiGLU", "sums over ranks", "logits"),
+        *(
+            "embedding",
+            "products",
+            "attention",
+            "norm",
+            "rope, cache write",
+            "gate, up, SwiGLU",
+            "sums over ranks",
+            "logits",
+        ),
         *("sampling", "sum of the parts", "whole step, as served"),
     }
     elems = config.num_layers * config.layer_matrix_elems
     last_mlp = (prompt_len - 1) * 3 * config.hidden_size * config.mlp_size  # computed for the last row alone
-    assert prompt["products"]["flops"] == 2 * (prompt_len * elems - last_mlp) // 2  # of one rank
+    multiplied = ("products", "gate, up, SwiGLU")
+    assert sum(prompt[name]["flops"] for name in multiplied) == 2 * (prompt_len * elems - last_mlp) // 2  # of one rank
     num_columns = len(make_layout(config, 2).shards[0].vocab_rows)
     assert prompt["logits"]["flops"] == 2 * num_columns * config.hidden_size  # of the last token
     assert prompt["sums over ranks"]["calls"] == 2 * config.num_layers
-    assert cells["3 tokens at once: products"]["flops"] == 2 * 3 * elems // 2
+    assert sum(cells[f"3 tokens at once: {name}"]["flops"] for name in multiplied) == 2 * 3 * elems // 2
     assert cells["a generated token: whole step, as served"]["seconds"] > 0
