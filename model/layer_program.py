@@ -101,7 +101,7 @@ class LayerProgram(Layers):
         if least < 0 or most >= self._num_positions:
             raise ValueError(f"positions are {least} to {most}; there are positions 0 to {self._num_positions - 1}")
         lens, sizes = (batch.query_start_B1, batch.context_lens_B), (self._cache.num_blocks, self._cache.block_size)
-        of_tile = tile_tokens(attend.heads_per_kv_head)
+        of_tile = tile_tokens(attend.heads_per_kv_head, num_rows * attend.num_heads)
         # The tiles are the same in every group; each table is checked.
         (tiles_W3, num_tiles, _), *_ = (
             cut_into_tiles((*lens, table), num_rows, of_tile, *sizes) for table in batch.block_tables_LBM

@@ -13,7 +13,6 @@ from tightwire.kernels.spec.packed import Matrix, PackedMatrix, StackedMatrix, W
 
 # One thread multiplies with this many weights (with eight rows, or waiting for memory with fewer) in about 100 us.
 _WORK_PER_THREAD = 1 << 20
-
 _ROWS_AT_ONCE = 16  # an item of tw_prepare_rows
 
 # Bits of the kind of a packed format (native/linear/formats.h).
