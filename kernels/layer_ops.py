@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available
-from tightwire.kernels.cpu.linear import gated_linear_cpu
 from tightwire.kernels.cpu.rows import add_rms_norm_cpu, rotate_and_cache_cpu, swiglu_cpu
-from tightwire.kernels.linear import linear
 from tightwire.kernels.spec.layer_ops import (
     HeadNorms,
     NormForm,
@@ -26,7 +24,6 @@ from tightwire.kernels.spec.layer_ops import (
     rotate_and_cache_reference,
     swiglu_reference,
 )
-from tightwire.kernels.spec.packed import Weight
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
@@ -110,13 +107,3 @@ def swiglu(gate_up_T2F: Tensor, *, gelu: bool = False) -> Tensor:
 
         return triton.swiglu(gate_up_T2F, gelu=gelu)
     return (swiglu_cpu if available() else swiglu_reference)(gate_up_T2F, gelu=gelu)
-
-
-def gated_linear(
-    x_TD: Tensor, weight_ED: Weight, bias_E: Tensor | None = None, *, num_decode_rows: int, gelu: bool = False
-) -> Tensor:
-    """``swiglu`` of ``linear``, bit for bit; one pass where the CPU can."""
-    in_one_pass = gated_linear_cpu if x_TD.device.type == "cpu" and available() else None
-    if in_one_pass and (gated_TF := in_one_pass(x_TD, weight_ED, bias_E, gelu=gelu)) is not None:
-        return gated_TF
-    return swiglu(linear(x_TD, weight_ED, bias_E, num_decode_rows=num_decode_rows), gelu=gelu)

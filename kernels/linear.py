@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import available
-from tightwire.kernels.cpu.linear import linear_cpu
+from tightwire.kernels.cpu.linear import gated_linear_cpu, linear_cpu
+from tightwire.kernels.layer_ops import swiglu
 from tightwire.kernels.packed import dequantize, triton_kernels
 from tightwire.kernels.spec.layer_ops import linear_reference
 from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, Weight
@@ -60,6 +61,16 @@ def linear(
         return _unpacked_product(x_TD, weight_OD, bias_O, out_dtype or x_TD.dtype)
     few = triton_kernels().linear_packed(x_TD[:num_decode_rows], weight_OD, bias_O, out_dtype)
     return torch.cat([few, _unpacked_product(x_TD[num_decode_rows:], weight_OD, bias_O, out_dtype or x_TD.dtype)])
+
+
+def gated_linear(
+    x_TD: Tensor, weight_ED: Weight, bias_E: Tensor | None = None, *, num_decode_rows: int, gelu: bool = False
+) -> Tensor:
+    """``swiglu`` of ``linear``, bit for bit; one pass where the CPU can."""
+    in_one_pass = gated_linear_cpu if x_TD.device.type == "cpu" and available() else None
+    if in_one_pass and (gated_TF := in_one_pass(x_TD, weight_ED, bias_E, gelu=gelu)) is not None:
+        return gated_TF
+    return swiglu(linear(x_TD, weight_ED, bias_E, num_decode_rows=num_decode_rows), gelu=gelu)
 
 
 def _torch_product(x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers.kernels.packed_blocks import common_blocks
 
-from tightwire.kernels.layer_ops import gated_linear, swiglu
-from tightwire.kernels.linear import linear
+from tightwire.kernels.layer_ops import swiglu
+from tightwire.kernels.linear import gated_linear, linear
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, PackedFormat
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,8 +8,8 @@ import torch
 from helpers.kernels.packed_blocks import common_blocks, each_format
 
 from tightwire.kernels.cpu.library import has_pairs
-from tightwire.kernels.layer_ops import gated_linear, swiglu
-from tightwire.kernels.linear import linear
+from tightwire.kernels.layer_ops import swiglu
+from tightwire.kernels.linear import gated_linear, linear
 from tightwire.kernels.packed import dequantize
 from tightwire.kernels.spec.gguf_blocks import Q4_1, Q6_K, Q8_0, PackedFormat
 from tightwire.kernels.spec.packed import PackedMatrix, StackedMatrix, quantize
