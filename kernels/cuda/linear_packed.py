@@ -125,7 +125,7 @@ def _packed_product(
                     x_sum_PRO = sum_PRO
                 sum_PRO = tl.dot(x_PRW, codes_PWO, sum_PRO, input_precision="ieee")
                 if packed.has_minimum:
-                    ones_POW = _ones(low_POW, x_PRW)
+                    ones_POW = _ones(codes_POW)
                     x_sum_PRO = tl.dot(x_PRW, tl.permute(ones_POW, (0, 2, 1)), x_sum_PRO, input_precision="ieee")
                 if (part + run) % packed.scale_elems == 0 or run > packed.scale_elems:
                     total_PRO = tl.fma(sum_PRO, tl.permute(scales[part // step * 2], (0, 2, 1)), total_PRO)
@@ -152,14 +152,14 @@ def _scales(blocks, halves, row_1O1, piece_P11, kept_1O1, depth, LAYOUT: tl.cons
 
 
 @triton.jit
-def _ones(low, x):
-    """Ones that seem to depend on ``low``, or Triton would not load it ahead of its use."""
-    if x.dtype == tl.float32:
-        return tl.full(low.shape, 1, x.dtype)
+def _ones(like):
+    """Ones that seem to depend on ``like``, or Triton would not load it ahead of its use."""
+    if like.dtype == tl.float32:
+        return tl.full(like.shape, 1, like.dtype)
     else:
-        one: tl.constexpr = "0x3C003C00;" if x.dtype == tl.float16 else "0x3F803F80;"
-        ptx: tl.constexpr = "mov.b32 $0, " + one + " mov.b32 $1, " + one
-        return tl.inline_asm_elementwise(ptx, "=r,=r,r", [low], dtype=x.dtype, is_pure=True, pack=4)  # pyright: ignore[reportArgumentType]
+        one: tl.constexpr = "0x3C003C00;" if like.dtype == tl.float16 else "0x3F803F80;"
+        ptx: tl.constexpr = "mov.b32 $0, " + one
+        return tl.inline_asm_elementwise(ptx, "=r,r", [like], dtype=like.dtype, is_pure=True, pack=2)  # pyright: ignore[reportArgumentType]
 
 
 @triton.constexpr_function

@@ -10,6 +10,7 @@ from tightwire.kernels.spec.gguf_blocks import IQ4_TABLE, MXFP4_TABLE, PackedFor
 from tightwire.kernels.spec.packed import PackedMatrix
 
 _ROWS_MOVED = 4096  # at a time, which bounds the memory
+_MOST_PIECE_ELEMS = 128  # which bounds the registers
 _MXFP4 = tl.constexpr(sum(size << 4 * code for code, size in enumerate(MXFP4_TABLE[:8])) - (1 << 32))
 # The table's sixteen bytes as two words.
 _IQ4_LOW, _IQ4_HIGH = (
@@ -33,7 +34,7 @@ class BlockLayout:
 
     They take pieces: ``width`` bytes of low bits from each phase of a unit, so some parts of ``width`` numbers that follow each other and
     share a scale. All pieces shift their parts alike, or Triton would move codes between threads. So a unit has as many numbers as a
-    run of any plane, unless that takes too many registers (Q5_K).
+    run of any plane.
     """
 
     packed: PackedFormat
@@ -66,11 +67,11 @@ def layout_of(packed: PackedFormat, by_plane: bool, *, few_programs: bool = Fals
         return Section(sum(size for _, size in pieces[:number]), pieces[number][1], 0)
 
     run_elems, high_run = codes.run * 8 // codes.bits, codes.high_run or codes.run
-    longest = max(run_elems, codes.high_run * 8 // (codes.high_bits or 8))
-    unit = longest if longest <= 2 * run_elems else run_elems
-    width, phase_bytes = min(codes.run, packed.scale_elems), min(codes.run, high_run)
+    unit, phase_bytes = max(run_elems, codes.high_run * 8 // (codes.high_bits or 8)), min(codes.run, high_run)
     num_phases = unit * codes.bits // 8 // phase_bytes
-    piece_elems = width * num_phases * 8 // codes.bits
+    num_parts = num_phases * 8 // codes.bits
+    width = min(codes.run, packed.scale_elems, _MOST_PIECE_ELEMS // num_parts)
+    piece_elems = width * num_parts
     return BlockLayout(
         packed,
         by_plane,
@@ -131,11 +132,8 @@ def find_piece(blocks, row, piece, kept, depth, LAYOUT: tl.constexpr):
     scales = _at(row, block, num_blocks, SCALES)
     high = low
     if CODES.high_bits > 0:
-        first = in_block * (LAYOUT.unit // CODES.high_run * CODES.high_bits)  # bit of the high bits
-        high = _at(row, block, num_blocks, HIGH) + first // 8 * CODES.high_run + place
+        high = _at(row, block, num_blocks, HIGH) + in_block * (LAYOUT.unit * CODES.high_bits // 8) + place
         high = load_bytes(blocks, high, kept, LAYOUT.width)
-        if LAYOUT.unit // CODES.high_run * CODES.high_bits < 8:
-            high = high >> (first % 8).to(tl.uint8)
     return unit * LAYOUT.unit + place, in_block * LAYOUT.unit + place, low, fifths, scales, high
 
 

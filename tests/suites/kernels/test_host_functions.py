@@ -25,7 +25,10 @@ from tightwire.kernels.spec.packed import PackedMatrix
 pytestmark = needs_launchers
 ALL = "TIGHTWIRE_AOT" in os.environ
 MOST_SPILLED_BYTES = 32  # of a thread
-MORE_SPILLED_BYTES = {("_attend_tile", "attention int8 128"): 104}  # at 80 and 86; none at 90
+MORE_SPILLED_BYTES = {  # at 80 and 86; none at 90
+    ("_attend_tile", "attention int8 128"): 104,
+    ("_packed_product", "packed Q5_1"): 48,  # with Triton 3.8
+}
 BF16 = torch.bfloat16
 Run = Callable[[], object]
 
