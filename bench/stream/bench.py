@@ -28,7 +28,7 @@ from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
 from tightwire.model.weights.residency import check_codec
 
-_SHOWN = ("model", "device", "threads", "all_reduce", "context", "seed")
+_SHOWN = ("model", "device", "threads", "allreduce", "context", "seed")
 
 
 class StreamBench(Bench[StreamOptions]):

@@ -57,8 +57,11 @@ def decide_setting(config: ServeConfig, model: LlamaConfig, link: LinkFacts | No
     return DecidedSetting(setting=setting, gpus=gpus, dtype=dtype, transport_reason=reason)
 
 
-def refuse_wrong_model(config: ServeConfig) -> None:
-    """Refuse, with a ValueError, an unknown model or AllReduce, and sizes that exceed those of the model's header."""
+def refuse_wrong_model(config: ServeConfig, flag: str = "--tp") -> None:
+    """Refuse, with a ValueError, an unknown model or AllReduce, and sizes that exceed those of the model's header.
+
+    ``flag``: what gives the number of ranks.
+    """
     check_name(config.model.model)
     with naming_flag("draft_model"):
         check_name(config.engine.draft_model or config.model.model)
@@ -66,7 +69,7 @@ def refuse_wrong_model(config: ServeConfig) -> None:
     sizes = read_sizes(config.model.model)
     check_layout(config, config.model.device, sizes)
     if sizes is not None:
-        check_ranks(sizes.num_heads, config.parallel.num_summing)
+        check_ranks(sizes.num_heads, config.parallel.num_summing, flag)
         check_context(sizes.max_positions, config.engine.max_model_len or 0)
 
 

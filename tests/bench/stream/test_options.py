@@ -41,7 +41,7 @@ def test_an_arm_spreads_the_layers_that_it_streams() -> None:
         (["--repeats", "2"], "--repeats: must be at least 3"),
         (["--stream-layers", "2"], "--stream-layers: must be at least 3"),
         (["--timeout", "0"], "--timeout: must be above 0"),
-        (["--all-reduce", "loud"], "--all-reduce: unknown all-reduce 'loud'"),
+        (["--allreduce", "loud"], "--allreduce: unknown all-reduce 'loud'"),
         (["--label", "a/b"], "--label"),
     ],
 )
