@@ -28,7 +28,7 @@ from tightwire.server.plan.comm_decision import CommDecision, decide_sums, descr
 from tightwire.server.plan.layout_decision import choose_auto, decide_stages, describe_layout
 from tightwire.server.plan.layout_table import memory_inputs
 from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, describe_offload
-from tightwire.server.plan.rank_bytes import MemoryInputs, Pool, rank_bytes, split_ranks
+from tightwire.server.plan.rank_bytes import SHARED_RUNTIME_BYTES, MemoryInputs, Pool, rank_bytes, split_ranks
 from tightwire.server.plan.rank_setup import AdapterPlan, LayoutChoice, NamedPolicy, RunPlan, ServedAdapter
 from tightwire.server.plan.setting import (
     DecidedSetting,
@@ -282,7 +282,8 @@ def _pools(config: ServeConfig, decided: DecidedSetting) -> list[Pool]:
     own = range(node * per_host, (node + 1) * per_host)
     if decided.setting.device == "cpu":
         of_node = f" of node {node}" if hosts.several else ""
-        shared = [Pool(name=f"host memory{of_node}", available_bytes=available_host_bytes(), ranks=own)]
+        name, free = f"host memory{of_node}", available_host_bytes()
+        shared = [Pool(name=name, available_bytes=free, ranks=own, shared_bytes=SHARED_RUNTIME_BYTES)]
         each = [(rank, f"--device-memory of rank {rank}", most_bytes) for rank in own if most_bytes is not None]
     else:
         limit, shared = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank", []
