@@ -179,7 +179,7 @@ def _why_nothing_fits(budget: MemoryBudget, inputs: MemoryInputs, plan: WeightPl
     tight = [pool for pool in budget.pools if sum(budget.ranks[r].runtime for r in pool.ranks) >= pool.room]
     if tight:
         runtime = format_bytes(budget.ranks[tight[0].ranks.start].runtime)
-        needs = f"{_least_mib(budget, inputs.options)} in all: free that much, or raise a lower --device-memory to it"
+        needs = f"{_least_mib(budget, inputs.options)} in all: free that much, or raise a lower --device-memory or `ulimit -v`"
         return f"a process takes {runtime} before it has any tensor (the runtime below), and each rank needs {needs}"
     half = " or --dtype bfloat16" if inputs.dtype == "float32" else ""
     packed = "" if inputs.formats.packed else " or --quantization int8 or int4"

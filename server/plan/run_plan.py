@@ -31,7 +31,9 @@ from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryErr
 from tightwire.server.plan.rank_bytes import SHARED_RUNTIME_BYTES, MemoryInputs, Pool, rank_bytes, split_ranks
 from tightwire.server.plan.rank_setup import AdapterPlan, LayoutChoice, NamedPolicy, RunPlan, ServedAdapter
 from tightwire.server.plan.setting import (
+    LIBRARY_BYTES,
     DecidedSetting,
+    address_bytes_left,
     check_all_reduce_names,
     choose_activations,
     choose_overlap,
@@ -284,7 +286,9 @@ def _pools(config: ServeConfig, decided: DecidedSetting) -> list[Pool]:
         of_node = f" of node {node}" if hosts.several else ""
         name, free = f"host memory{of_node}", available_host_bytes()
         shared = [Pool(name=name, available_bytes=free, ranks=own, shared_bytes=SHARED_RUNTIME_BYTES)]
-        each = [(rank, f"--device-memory of rank {rank}", most_bytes) for rank in own if most_bytes is not None]
+        beside = f"beside {format_bytes(LIBRARY_BYTES)} of libraries"
+        limits = (("--device-memory", most_bytes), (f"`ulimit -v`, {beside},", address_bytes_left()))
+        each = [(rank, f"{name} of rank {rank}", most) for rank in own for name, most in limits if most is not None]
     else:
         limit, shared = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank", []
         gpus = [(rank, gpu, gpu.free_bytes) for rank, gpu in zip(own, decided.gpus, strict=False)]
