@@ -1,5 +1,6 @@
 """Chooses the device, dtype and transport of the ranks, and how their steps overlap. Imports no torch."""
 
+import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from tightwire.cuda_devices import CudaDevice, cuda_devices
 from tightwire.kernels.cpu.library import available
 from tightwire.model.checkpoint.config import LlamaConfig, check_context, check_ranks
 from tightwire.model.checkpoint.header import Sizes, check_name, read_sizes
-from tightwire.option import flag_of, naming_flag
+from tightwire.option import flag_of, naming_flag, require
 from tightwire.server.config.parallel import CODED_DTYPE, POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.sizes import format_bytes
@@ -64,13 +65,16 @@ def decide_setting(config: ServeConfig, model: LlamaConfig, link: LinkFacts | No
 
 
 def refuse_wrong_model(config: ServeConfig, flag: str = "--tp") -> None:
-    """Refuse, with a ValueError, an unknown model or AllReduce, and sizes that exceed those of the model's header.
+    """Refuse, with a ValueError, an unknown model, adapter or AllReduce, and sizes that exceed those of the model's header.
 
     ``flag``: what gives the number of ranks.
     """
     check_name(config.model.model)
     with naming_flag("draft_model"):
-        check_name(config.engine.draft_model or config.model.model)
+        check_name(config.model.model if config.engine.draft_model is None else config.engine.draft_model)
+    adapters = config.adapters
+    for name, folder in (*(("lora", folder) for _, folder in adapters.named), ("lora_dir", adapters.lora_dir or ".")):
+        require(os.path.isdir(os.path.expanduser(folder)), name, folder, "a folder that exists")
     check_all_reduce_names(config.parallel)
     sizes = read_sizes(config.model.model)
     check_layout(config, config.model.device, sizes)
@@ -84,7 +88,7 @@ def refuse_early(config: ServeConfig) -> None:
     address_bytes_left()
     device, _ = _choose_device(config.model.device, config.parallel, config.hosts.nnodes or 1)
     choose_transport(config.parallel, device, several_hosts=config.hosts.several)
-    if config.parallel.comm_secret_file is not None:
+    with naming_flag("comm_secret_file"):
         read_secret(config.parallel.comm_secret_file)
     choose_overlap(config.parallel, device, config.hosts.several)
     choose_activations(config.model.activations, device)

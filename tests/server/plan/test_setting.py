@@ -130,7 +130,9 @@ def test_sockets_are_refused_between_gpus_and_a_bad_secret_early(tmp_path: Path)
         choose_transport(ParallelOptions(tp=2, transport="sockets"), "cuda")
     (tmp_path / "secret").write_text("short")
     options = {"tp": 2, "device": "cpu", "comm_secret_file": f"{tmp_path}/secret"}
-    with pytest.raises(ValueError, match="the shared secret in .* has 5 bytes and needs at least 16"):
+    with pytest.raises(
+        ValueError, match="--comm-secret-file: the shared secret in .* has 5 bytes and needs at least 16"
+    ):
         refuse_early(make_config(options))
 
 
