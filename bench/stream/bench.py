@@ -74,7 +74,7 @@ class StreamBench(Bench[StreamOptions]):
         self._groups.append(cells)
         each = ROUNDS * (1 + 2 * len(options.batches))
         chosen = RankOptions(ranks=tp, device=options.device, timeout_s=options.timeout_s)
-        with self._prepared_folders(checkpoint, tp) as folders, open_ranks(chosen) as (ranks, joined), self.progress:
+        with open_ranks(chosen) as (ranks, joined), self._prepared_folders(checkpoint, tp) as folders, self.progress:
             self.facts["transports"][tp] = joined["transport"]
             blocks: Counter[Arm] = Counter()
             task = self.progress.add_task(f"tp {tp}", total=len(options.arms) * each)

@@ -82,7 +82,7 @@ class StreamOptions(OutputOptions):
     quantization: str = option("none", "of the weights", choices=("auto", "none", "int8", "int4"))
     device: str = option("cpu", "cuda takes one device per rank", choices=("cpu", "cuda"))
     allreduce: str = option("one-shot", "the AllReduce with --tp above 1", parse=known_all_reduce)
-    threads: int = option(1, "computing threads of each rank", least=1)
+    threads: int = option(1, "computing threads of each rank", least=1, most=1024)
     repeats: int = option(6, "timed passes of each kind", least=ROUNDS)
     seed: int = option(0, "seed of random weights, tokens and turns")
     # The first run on a machine compiles kernels.
