@@ -8,7 +8,8 @@ from typing import Any
 
 from tightwire.option import option, options_of, suggest
 from tightwire.option_flags import add_flags, make_options
-from tightwire.server.cli.explain import COMM_GROUPS, at_least_two_ranks
+from tightwire.server.cli.explain import COMM_GROUPS, summing_config
+from tightwire.server.cli.start import refuse
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 
 _QUALITY_TOKENS = 4096
@@ -122,13 +123,17 @@ def tune(argv: Sequence[str]) -> int:
     config, args = parse(parser, argv, COMM_GROUPS)
     refuse_serving_flags(parser, config)
     options = make_options(TuneOptions, parser, args)
+    try:
+        config = summing_config(config)
+    except ValueError as error:
+        return refuse("tune", error)
     if options.quality:
         from tightwire.bench.quality.accuracy import run as measure_accuracy
 
-        return measure_accuracy(at_least_two_ranks(config), options.tokens or _QUALITY_TOKENS)
+        return measure_accuracy(config, options.tokens or _QUALITY_TOKENS)
     from tightwire.bench.tune import run
 
-    return run(at_least_two_ranks(config), options.seconds, allow_busy=options.allow_busy)
+    return run(config, options.seconds, allow_busy=options.allow_busy)
 
 
 def load(entry: str) -> Any:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from tightwire.bench.options import OutputOptions, parse_sizes
 from tightwire.comm.codec.codec_names import parse_format
-from tightwire.option import option
+from tightwire.option import naming_flag, option
 
 _CODECS = ("int8", "int6", "int5", "int4", "int4-had", "int3-sym", "fp8")
 
@@ -29,8 +29,8 @@ class KernelOptions(OutputOptions):
     )
 
     def __post_init__(self) -> None:
-        for name in self.codecs:
-            if parse_format(name) is None:
-                raise ValueError(f"codec {name!r} does not quantize; there is nothing to time")
+        with naming_flag("codecs"):
+            if None in map(parse_format, self.codecs):
+                raise ValueError("none does not quantize, so there is nothing to time; leave it out")
         if wrong := [size for size in self.sizes if size % 4 or size > 1 << 30]:
             raise ValueError(f"--sizes takes multiples of 4 bytes up to 1GiB, got {wrong[0]}")

@@ -241,7 +241,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from None
+        raise ValueError(f"--text {path} cannot be read as UTF-8 text: {error}") from None
 
 
 def make_setting(options: QualityOptions) -> Setting:

@@ -28,7 +28,7 @@ from tightwire.model.weights.formats import choose_formats, split_model
 from tightwire.model.weights.packed_layer import pack_model, weight_codec
 from tightwire.model.weights.residency import check_codec
 
-_SHOWN = ("model", "device", "threads", "all_reduce", "context", "seed")
+_SHOWN = ("model", "device", "threads", "allreduce", "context", "seed")
 
 
 class StreamBench(Bench[StreamOptions]):
@@ -74,7 +74,7 @@ class StreamBench(Bench[StreamOptions]):
         self._groups.append(cells)
         each = ROUNDS * (1 + 2 * len(options.batches))
         chosen = RankOptions(ranks=tp, device=options.device, timeout_s=options.timeout_s)
-        with self._prepared_folders(checkpoint, tp) as folders, open_ranks(chosen) as (ranks, joined), self.progress:
+        with open_ranks(chosen) as (ranks, joined), self._prepared_folders(checkpoint, tp) as folders, self.progress:
             self.facts["transports"][tp] = joined["transport"]
             blocks: Counter[Arm] = Counter()
             task = self.progress.add_task(f"tp {tp}", total=len(options.arms) * each)

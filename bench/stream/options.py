@@ -81,8 +81,8 @@ class StreamOptions(OutputOptions):
     dtype: str = option("bfloat16", "of activations", choices=("bfloat16", "float16", "float32"))
     quantization: str = option("none", "of the weights", choices=("auto", "none", "int8", "int4"))
     device: str = option("cpu", "cuda takes one device per rank", choices=("cpu", "cuda"))
-    all_reduce: str = option("one-shot", "the AllReduce with --tp above 1", parse=known_all_reduce)
-    threads: int = option(1, "computing threads of each rank", least=1)
+    allreduce: str = option("one-shot", "the AllReduce with --tp above 1", parse=known_all_reduce)
+    threads: int = option(1, "computing threads of each rank", least=1, most=1024)
     repeats: int = option(6, "timed passes of each kind", least=ROUNDS)
     seed: int = option(0, "seed of random weights, tokens and turns")
     # The first run on a machine compiles kernels.

@@ -36,8 +36,8 @@ class Rank:
         self._dtype: torch.dtype = getattr(torch, options.dtype)
         self._routes = None
         if group.world_size > 1:
-            policy = one_for_all(options.all_reduce)
-            self._routes = Routes([(options.all_reduce, policy)], make_candidates([policy], group))
+            policy = one_for_all(options.allreduce)
+            self._routes = Routes([(options.allreduce, policy)], make_candidates([policy], group))
 
     @property
     def num_layers(self) -> int:

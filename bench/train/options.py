@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from tightwire.bench.options import OutputOptions, known_model
 from tightwire.comm.link.link import parse_link
-from tightwire.option import MAX_SECONDS, option
+from tightwire.option import MAX_SECONDS, option, require
 
 _ADAMW = {"name": "adamw", "lr": 1e-3}
 _SGD = {"name": "sgd", "lr": 1e-2, "weight_decay": 0.0}
@@ -121,10 +121,10 @@ class TrainOptions(OutputOptions):
     timeout_s: float = option(120.0, "seconds to wait for a rank", flag="--timeout", above=0, most=MAX_SECONDS)
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.arms if name not in ARMS]:
-            raise ValueError(f"--arms: there is no {', '.join(map(repr, unknown))}; choose from {', '.join(ARMS)}")
+        require(set(self.arms) <= set(ARMS), "arms", self.arms, f"among {', '.join(ARMS)}")
         if self.dtype != "float32" and any(ARMS[name].peer == "ddp" for name in self.arms):
             raise ValueError(f"--dtype {self.dtype}: ddp computes in float32 only; leave it out of --arms")
+        require(self.world_size <= 64, "nodes", self.nodes, f"64 / --ranks-per-node {self.ranks_per_node} or less")
 
     @property
     def world_size(self) -> int:

@@ -12,7 +12,6 @@ from tightwire.server.config.hosts import HostOptions
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.launcher import resolve_hosts
 from tightwire.server.plan.run_plan import decide
-from tightwire.server.plan.setting import check_all_reduce_names
 
 _NOT_KEPT = ("config", "output", "label", "json")  # in the result's options
 
@@ -30,7 +29,6 @@ class ServerFacts:
 def find_facts(options: TtftOptions) -> ServerFacts:
     """Plan as the server does; ValueError for a refused model or option, or prompts that do not fit."""
     config = _server_config(options)
-    check_all_reduce_names(config.parallel)
     checkpoint = open_checkpoint(config.model.model, config.model.seed)
     formats = choose_formats(checkpoint.reader(), checkpoint.config, config.model.quantization)
     decision = decide(config, checkpoint.config, formats)

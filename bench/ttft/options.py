@@ -10,11 +10,13 @@ from typing import ClassVar, Self
 
 from tightwire.bench.options import LAST_LINE, OutputOptions
 from tightwire.comm.all_reduce.names import describe_all_reduce_names, split_all_reduce_names, split_name
+from tightwire.comm.policy.rules import read_policy_file
 from tightwire.option import flag_of, naming_flag, option
 from tightwire.option_flags import add_flags, make_options
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.parallel import POLICY_PREFIX, ParallelOptions
 from tightwire.server.config.serve import ServeConfig, option_fields
+from tightwire.server.plan.setting import refuse_wrong_model
 
 GROUPS = ("model", "parallel", "engine")
 AUTO = "auto"  # the default of serve: always measured, because the advice compares with it
@@ -76,6 +78,7 @@ class TtftOptions(OutputOptions):
                 f"--concurrency {max(self.concurrency)} exceeds the {self.config.engine.max_num_seqs} sequences of a step, so "
                 "requests would queue; raise --max-num-seqs"
             )
+        refuse_wrong_model(self.config)
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -87,14 +90,11 @@ class TtftOptions(OutputOptions):
         return self.baseline or (self.layouts or (AUTO,))[0]
 
     def _check_algorithm(self, name: str) -> None:
-        if name.startswith(POLICY_PREFIX):
-            if not Path(name.removeprefix(POLICY_PREFIX)).is_file():
-                raise ValueError(f"--algorithms {name}: no such file")
-            return
         with naming_flag("algorithms"):
-            split_name(name)
-        if name.startswith("hierarchical") and max(self.nnodes, self.config.parallel.nodes) == 1:
-            raise ValueError(f"--algorithms {name}: on one node this is two-shot; give --nodes, as --tp 4 --nodes 2")
+            if name.startswith(POLICY_PREFIX):
+                read_policy_file(Path(name.removeprefix(POLICY_PREFIX)))
+            elif split_name(name)[0] == "hierarchical" and max(self.nnodes, self.config.parallel.nodes) == 1:
+                raise ValueError(f"{name} on one node is two-shot; give --nodes, as --tp 4 --nodes 2")
 
     @classmethod
     def from_argv(cls, argv: Sequence[str], *, verb: str) -> Self:

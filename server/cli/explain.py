@@ -11,7 +11,7 @@ from tightwire.server.cli.start import interrupts_end_at_once, refuse
 from tightwire.server.config.flags import make_parser, parse, refuse_serving_flags
 from tightwire.server.config.parallel import MAX_RANKS
 from tightwire.server.config.serve import ServeConfig
-from tightwire.server.plan.setting import check_all_reduce_names
+from tightwire.server.plan.setting import refuse_wrong_model
 from tightwire.sizes import parse_memory
 
 COMM_GROUPS = ("model", "parallel", "engine")
@@ -70,21 +70,22 @@ def explain(argv: Sequence[str]) -> int:
             parser.error(f"--hosts compares all layouts, with a rank on each host; leave {flag} out")
     with interrupts_end_at_once():
         try:
-            check_all_reduce_names(config.parallel)
+            config = summing_config(config, "--hosts" if planned.hosts else "--tp")
             from tightwire.server.cli import explanation, planned_hosts
 
             shown = {"network": "network" in args, "as_json": "json" in args}
             if planned.hosts:
                 planned_hosts.run(config, planned.hosts, planned.memory, planned.host_speed, **shown)
             else:
-                explanation.run(at_least_two_ranks(config), **shown)
+                explanation.run(config, **shown)
         except ValueError as error:
             return refuse("explain", error)
     return 0
 
 
-def at_least_two_ranks(config: ServeConfig) -> ServeConfig:
-    """Use two ranks in place of one, which has no AllReduce; the printed setting shows it."""
-    if config.parallel.tp > 1:
-        return config
-    return replace(config, parallel=replace(config.parallel, tp=2, tp_split=None))
+def summing_config(config: ServeConfig, flag: str = "--tp") -> ServeConfig:
+    """Use two ranks in place of one, which has no AllReduce; the printed setting shows it. ValueError: as ``refuse_wrong_model``."""
+    if config.parallel.tp == 1:
+        config = replace(config, parallel=replace(config.parallel, tp=2, tp_split=None))
+    refuse_wrong_model(config, flag)
+    return config

@@ -23,7 +23,7 @@ from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import ServeConfig
 from tightwire.server.http.app import make_app, run_server
 from tightwire.server.http.check_body import check_fields
-from tightwire.server.http.listener import remove_socket, url_of
+from tightwire.server.http.listener import read_template, remove_socket, url_of
 from tightwire.server.http.routes.observe import first_request
 from tightwire.server.ipc.engine_client import Phase
 from tightwire.server.ipc.messages import Ready
@@ -172,10 +172,7 @@ class _Server:
 def take_defaults(config: ServeConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, float]:
     """Compile the chat templates; return the sampling fields of the model's generation_config.json. ValueError: one is refused."""
     if (flag := config.http.chat_template) is not None:
-        try:
-            tokenizer.use_template(Path(os.path.expanduser(flag)).read_text(), f"--chat-template {flag}")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--chat-template {flag}: cannot be read: {error}") from None
+        tokenizer.use_template(read_template(flag), f"--chat-template {flag}")
     if tokenizer.chat_template is not None:
         _ = tokenizer.templates  # compiled now, so that a damaged one is refused
     names = _SAMPLING if config.http.generation_config == "auto" else ()

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tightwire.option_flags import add_flags
-from tightwire.server.cli.start import interrupts_end_at_once
+from tightwire.server.cli.start import interrupts_end_at_once, refuse
 from tightwire.server.config.flags import fields_of, parse
+from tightwire.server.plan.setting import refuse_wrong_model
 
 _GROUPS = ("model", "parallel", "weights")
 _OPTIONS = ("tp", "tp_split", "dtype", "quantization", "weight_codec", "seed")
@@ -20,6 +21,11 @@ def prepare(argv: Sequence[str]) -> int:
         parser.error("--check takes only the prepared folder: tightwire prepare --check OUT")
     if not args.check and args.out is None:
         parser.error("the following arguments are required: OUT")
+    if not args.check:
+        try:
+            refuse_wrong_model(config)
+        except ValueError as error:
+            return refuse("prepare", error)
     with interrupts_end_at_once():
         from tightwire.server.cli import prepared_folder
     if args.check or args.out is None:

@@ -18,12 +18,22 @@ def check_files(options: HttpOptions) -> None:
         _check_certificate(options.ssl_certfile, options.ssl_keyfile)
     if options.api_key_file is not None:
         read_keys(options.api_key_file)
+    if options.chat_template is not None:
+        read_template(options.chat_template)
     if options.request_log is not None:
         try:
             open(options.request_log, "a").close()
         except OSError as error:
             raise ValueError(f"--request-log {options.request_log} cannot be written: {error.strerror}") from error
     wants_traces(options.otlp_endpoint, os.environ)
+
+
+def read_template(path: str) -> str:
+    """The text of ``--chat-template``. ValueError: it cannot be read."""
+    try:
+        return Path(os.path.expanduser(path)).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {path}: cannot be read: {error}") from None
 
 
 def _check_certificate(certfile: str, keyfile: str) -> None:
@@ -58,7 +68,9 @@ def open_listener(options: HttpOptions) -> socket.socket:
         where = f"{options.host}:{options.port}"
         if error.errno == errno.EADDRINUSE:
             raise ValueError(f"{where} is in use by another program; choose another --port, or --port 0") from error
-        raise ValueError(f"cannot listen on {where}: {error.strerror or error}") from error
+        raise ValueError(
+            f"cannot listen on --host {options.host} --port {options.port}: {error.strerror or error}"
+        ) from error
     # Connections inherit it. asyncio sets it only on sockets with an explicit protocol number, unlike this one. Without it
     # a body that follows its headers, or a token that follows a token, waits 40 ms for the client's acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -63,7 +63,7 @@ class MemoryBudget:
     def needs(self) -> list[tuple[str, str]]:
         """For each pool, its name and how much of it is needed."""
         used = [rank.fixed + self.cache_bytes(rank) for rank in self.ranks]
-        sums = [(pool, sum(used[r] for r in pool.ranks)) for pool in self.pools]
+        sums = [(pool, sum(used[r] for r in pool.ranks) - pool.counted_again) for pool in self.pools]
         if self.host is not None:
             sums.append((self.host, self.block_bytes * self.num_blocks))
         return [(pool.name, f"{format_bytes(n)} of {format_bytes(pool.available_bytes)} available") for pool, n in sums]
@@ -174,12 +174,12 @@ def _why_nothing_fits(budget: MemoryBudget, inputs: MemoryInputs, plan: WeightPl
     if (smaller := _smaller_steps(inputs, plan)) is not None:
         step = f"--max-num-batched-tokens {smaller.max_num_batched_tokens} --max-num-seqs {smaller.max_num_seqs}"
         return f"the activations of a step do not fit; {step} fits"
-    if all(sum(budget.ranks[r].fixed for r in pool.ranks) <= pool.available_bytes for pool in budget.pools):
+    if all(sum(budget.ranks[r].fixed for r in pool.ranks) <= pool.room for pool in budget.pools):
         return "not one block of the KV cache fits; free memory"
-    tight = [pool for pool in budget.pools if sum(budget.ranks[r].runtime for r in pool.ranks) >= pool.available_bytes]
+    tight = [pool for pool in budget.pools if sum(budget.ranks[r].runtime for r in pool.ranks) >= pool.room]
     if tight:
         runtime = format_bytes(budget.ranks[tight[0].ranks.start].runtime)
-        needs = f"{_least_mib(budget, inputs.options)} in all: free that much, or raise a lower --device-memory to it"
+        needs = f"{_least_mib(budget, inputs.options)} in all: free that much, or raise a lower --device-memory or `ulimit -v`"
         return f"a process takes {runtime} before it has any tensor (the runtime below), and each rank needs {needs}"
     half = " or --dtype bfloat16" if inputs.dtype == "float32" else ""
     packed = "" if inputs.formats.packed else " or --quantization int8 or int4"
@@ -207,7 +207,7 @@ def _least_mib(budget: MemoryBudget, options: EngineOptions) -> str:
     for pool in budget.pools:
         ranks = [budget.ranks[r] for r in pool.ranks]
         cache = sum(rank.buffer + (0 if budget.host is not None else rank.block) for rank in ranks)
-        needs.append((sum(rank.fixed for rank in ranks) + num_blocks * cache) / len(ranks))
+        needs.append((sum(rank.fixed for rank in ranks) - pool.counted_again + num_blocks * cache) / len(ranks))
     return f"{math.ceil(max(needs) / (1 << 20))}MiB"
 
 
@@ -240,5 +240,5 @@ def _refusal(budget: MemoryBudget, reason: str) -> NotEnoughMemoryError:
 
 def _fitting_blocks(ranks: Sequence[RankBytes], pool: Pool) -> int:
     """Blocks that fit in the pool after everything else; for a cache on the host, blocks in the buffers."""
-    left_bytes = max(0, pool.available_bytes - sum(ranks[r].fixed for r in pool.ranks))
+    left_bytes = max(0, pool.room - sum(ranks[r].fixed for r in pool.ranks))
     return left_bytes // sum(ranks[r].buffer or ranks[r].block for r in pool.ranks)

@@ -9,6 +9,7 @@ import torch
 from tightwire.model.adapters.product import AdapterRoom, adapter_bytes
 from tightwire.model.cache.kv_cache import NUM_BUFFERS, layer_block_bytes
 from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.decoder import MAX_PROGRAM_ROWS
 from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.layout import Layout, Shard, stage_model, whole_shard
 from tightwire.model.stages import StagePlan
@@ -21,8 +22,10 @@ from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions
 
 # A process before its first tensor: interpreter and torch; with CUDA also the context and cuBLAS, on a CPU what choosing tokens
-# takes beside the logits (within 3 % of the peaks in bench/RESULTS.md; ranks of a host share most of it).
+# takes beside the logits (within 3 % of the peaks in bench/RESULTS.md).
 _RUNTIME_BYTES = {"cpu": 240 << 20, "cuda": 1 << 30}
+# Of that the pages that ranks of a host, forked from one process, still share after requests: 138 MiB, and 43 of files (bench/RESULTS.md).
+SHARED_RUNTIME_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +33,16 @@ class Pool:
     name: str
     available_bytes: int
     ranks: range
+    shared_bytes: int = 0  # in the runtime of each rank, but only once in memory
+
+    @property
+    def room(self) -> int:
+        """The bytes for ranks that are added up as if they shared nothing."""
+        return self.available_bytes + self.counted_again
+
+    @property
+    def counted_again(self) -> int:
+        return self.shared_bytes * (len(self.ranks) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +191,7 @@ def _rank_bytes(inputs: MemoryInputs, model: LlamaConfig, shard: Shard, weights:
 def _activation_bytes(inputs: MemoryInputs, shard: Shard, num_columns: int, max_parts: int, *, has_head: bool) -> int:
     """The peak of a step: the MLP's two halves, of ``num_columns``, and the residual, and the rank's columns of the logits.
 
-    CUDA graphs keep the activations and the logits of the largest decode step as well. Each further part of a step that
+    CUDA graphs keep the activations and the logits of the largest decode step as well, and a CPU the buffers of few rows. Each further part of a step that
     shares a layer holds the residual, its increment, and the sum in flight.
     """
     model, options, elem = inputs.model, inputs.options, inputs.elem_bytes
@@ -186,5 +199,9 @@ def _activation_bytes(inputs: MemoryInputs, shard: Shard, num_columns: int, max_
     num_tokens = options.max_num_batched_tokens + in_graphs * options.max_num_seqs
     layer = elem * num_tokens * (4 * model.hidden_size + 3 * num_columns)
     layer += elem * (max_parts - 1) * options.max_num_batched_tokens * 3 * model.hidden_size
+    if inputs.device == "cpu":  # the buffers of ``LayerProgram``
+        heads = (3 * shard.local_heads + 2 * shard.local_kv_heads) * model.head_dim
+        of_row = elem * (model.hidden_size + heads + 3 * num_columns) + 4 * 2 * model.hidden_size
+        layer += max(MAX_PROGRAM_ROWS, options.max_num_seqs) * of_row
     # Rows that choose a token are copied when prompts are scored beside them, and again when they are edited or drawn from by kind.
     return layer + 4 * (MAX_SCORED_ROWS + (3 + in_graphs) * options.max_num_seqs) * len(shard.vocab_rows) * has_head

@@ -28,10 +28,12 @@ from tightwire.server.plan.comm_decision import CommDecision, decide_sums, descr
 from tightwire.server.plan.layout_decision import choose_auto, decide_stages, describe_layout
 from tightwire.server.plan.layout_table import memory_inputs
 from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, describe_offload
-from tightwire.server.plan.rank_bytes import MemoryInputs, Pool, rank_bytes, split_ranks
+from tightwire.server.plan.rank_bytes import SHARED_RUNTIME_BYTES, MemoryInputs, Pool, rank_bytes, split_ranks
 from tightwire.server.plan.rank_setup import AdapterPlan, LayoutChoice, NamedPolicy, RunPlan, ServedAdapter
 from tightwire.server.plan.setting import (
+    LIBRARY_BYTES,
     DecidedSetting,
+    address_bytes_left,
     check_all_reduce_names,
     choose_activations,
     choose_overlap,
@@ -282,8 +284,11 @@ def _pools(config: ServeConfig, decided: DecidedSetting) -> list[Pool]:
     own = range(node * per_host, (node + 1) * per_host)
     if decided.setting.device == "cpu":
         of_node = f" of node {node}" if hosts.several else ""
-        shared = [Pool(name=f"host memory{of_node}", available_bytes=available_host_bytes(), ranks=own)]
-        each = [(rank, f"--device-memory of rank {rank}", most_bytes) for rank in own if most_bytes is not None]
+        name, free = f"host memory{of_node}", available_host_bytes()
+        shared = [Pool(name=name, available_bytes=free, ranks=own, shared_bytes=SHARED_RUNTIME_BYTES)]
+        beside = f"beside {format_bytes(LIBRARY_BYTES)} of libraries"
+        limits = (("--device-memory", most_bytes), (f"`ulimit -v`, {beside},", address_bytes_left()))
+        each = [(rank, f"{name} of rank {rank}", most) for rank in own for name, most in limits if most is not None]
     else:
         limit, shared = "" if most_bytes is None else f", --device-memory {format_bytes(most_bytes)} a rank", []
         gpus = [(rank, gpu, gpu.free_bytes) for rank, gpu in zip(own, decided.gpus, strict=False)]

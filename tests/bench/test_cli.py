@@ -49,6 +49,7 @@ def test_help_and_wrong_options_import_no_torch() -> None:
     ]
     asked += [["bench", "lab", verb, "--help"] for verb in LAB]
     asked += [["bench", "comm", "--algorithms", "rign"], ["bench", "ttft", "--tp", "1"], ["tune", "--seconds", "0"]]
+    asked += [["tune", "--allreduce", "rign"], ["bench", "kernels", "--codecs", "int7"]]
     program = f"""
 import contextlib, io, sys
 from tightwire.__main__ import main

@@ -187,6 +187,7 @@ def test_explain_shows_layers_separately_where_a_policy_file_does(
     [
         ("explain", ["--allreduce", "magic"], "--allreduce: unknown all-reduce 'magic'"),
         ("explain", ["--allreduce-decode="], "--allreduce-decode: unknown all-reduce ''"),
+        ("tune", ["--allreduce", "magic"], "--allreduce: unknown all-reduce 'magic'; choose one of auto, native"),
         ("tune", ["--tp", "9"], "cannot split"),
         ("explain", ["--tp", "9"], "cannot split"),
     ],

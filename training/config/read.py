@@ -35,10 +35,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def _find(path: Path) -> Path:
     named = {example.stem: example for example in sorted(EXAMPLES.glob("*.yaml"))}
-    if path.is_file():
-        return path
-    if str(path) in named:
-        return named[str(path)]
+    if path.is_file() or str(path) in named:
+        return path if path.is_file() else named[str(path)]
     raise ConfigError(f"{path}: there is no such file or example{suggest(str(path), named)}")
 
 

@@ -297,9 +297,6 @@ class TrainConfig(Section):
         if self.model.head == "reward" and data.kind != "preferences":
             raise ValueError(f"model.head=reward learns from data.kind=preferences, got {data.kind}")
         is_dpo, is_prompts = data.kind == "preferences" and self.model.head == "tokens", data.kind == "prompts"
-        if self.evaluation.prompts and (is_prompts or self.model.head == "reward"):
-            which = "data.kind=prompts" if is_prompts else "model.head=reward"
-            raise ValueError(f"{which} continues no prompts in evaluations; remove evaluation.prompts")
         if self.parallel.frozen_codec not in (None, "none") and self.model.lora is None and not self.model.frozen:
             raise ValueError("parallel.frozen_codec is for frozen weights, and this run has none; remove it")
         for name, is_used, use in (
@@ -307,9 +304,14 @@ class TrainConfig(Section):
             ("grpo", is_prompts and self.ppo is None, "data.kind=prompts without ppo"),
             ("ppo", is_prompts, "data.kind=prompts"),
             ("rollout", is_prompts, "data.kind=prompts"),
-        ):  # a run's own file has all sections, so one with its defaults is as good as none
-            if not is_used and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"this run does not use the section {name}, which is for {use}; remove it")
+            *((f"data.{key}", data.kind == "text", "data.kind=text") for key in ("text_key", "parted_by")),
+            ("evaluation.prompts", not is_prompts and self.model.head == "tokens", "text, chat, distill and DPO"),
+            ("schedule.final_share", schedule.kind != "constant", "schedule.kind=linear and cosine"),
+        ):  # a run's own file has all keys, so one with its default is as good as none
+            section, _, key = name.rpartition(".")
+            holder = getattr(self, section, self)
+            if not is_used and getattr(holder, key) != type(holder).model_fields[key].default:
+                raise ValueError(f"this run does not use {name}, which is for {use}; remove it")
         if is_prompts:
             self._check_answers()
         if (data.kind == "distill") != (self.distill is not None):

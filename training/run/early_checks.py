@@ -10,7 +10,7 @@ from tightwire.comm.group.topology import Topology
 from tightwire.model.checkpoint.errors import naming
 from tightwire.model.checkpoint.header import check_name
 from tightwire.training.checkpoint.folders import find_checkpoint
-from tightwire.training.config.tree import TrainConfig
+from tightwire.training.config.tree import BPE, BYTES, TrainConfig
 from tightwire.training.data.documents import RunData
 
 
@@ -44,8 +44,9 @@ def find_function(name: str) -> Any:
 def check_early(config: TrainConfig, topology: Topology) -> RunData:
     """The run's data, after all checks that need no torch. Raises ValueError: the run would fail its later checks."""
     config.check_ranks(topology)
-    models = {"model.start": config.model.start, "distill.target": config.distill.target if config.distill else ""}
-    for key, name in models.items():
+    model, target = config.model, config.distill.target if config.distill else ""
+    tokenizer = "" if model.tokenizer.startswith((BYTES, BPE)) else model.tokenizer
+    for key, name in (("model.start", model.start), ("model.tokenizer", tokenizer), ("distill.target", target)):
         with naming(key):
             if name:
                 check_name(name)

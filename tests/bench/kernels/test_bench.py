@@ -55,8 +55,8 @@ def test_a_wrong_answer_fails_the_run(monkeypatch: pytest.MonkeyPatch, capsys: p
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--codecs", "none"], "does not quantize"),
-        (["--codecs", "int7"], "unknown codec 'int7'"),
+        (["--codecs", "none"], "--codecs: none does not quantize"),
+        (["--codecs", "int7"], "--codecs: unknown codec 'int7'"),
         (["--sizes", "6"], "multiples of 4 bytes up to 1GiB, got 6"),
         (["--sizes", "1TiB"], "multiples of 4 bytes up to 1GiB, got 1099511627776"),
     ],

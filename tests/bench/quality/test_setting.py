@@ -52,7 +52,7 @@ def test_a_short_text_says_how_short(tokenizer: Tokenizer) -> None:
 
 def test_the_error_names_an_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes("caf\xe9".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin cannot be read as UTF-8 text: .*0xe9"):
+    with pytest.raises(ValueError, match=r"--text .*latin cannot be read as UTF-8 text: .*0xe9"):
         read_text(tmp_path / "latin")
     with pytest.raises(ValueError, match="missing cannot be read as UTF-8 text: .*No such file"):
         read_text(tmp_path / "missing")

@@ -38,10 +38,11 @@ def test_an_arm_spreads_the_layers_that_it_streams() -> None:
         (["--tp", "1,x"], "argument --tp: must be whole numbers with commas between, got 'x'"),
         (["--batches", "few"], "argument --batches: must be whole numbers with commas between"),
         (["--batches", "0,8"], "--batches: must be at least 1, got 0"),
+        (["--threads", "99999"], "--threads: must be 1 to 1024, got 99999"),
         (["--repeats", "2"], "--repeats: must be at least 3"),
         (["--stream-layers", "2"], "--stream-layers: must be at least 3"),
         (["--timeout", "0"], "--timeout: must be above 0"),
-        (["--all-reduce", "loud"], "--all-reduce: unknown all-reduce 'loud'"),
+        (["--allreduce", "loud"], "--allreduce: unknown all-reduce 'loud'"),
         (["--label", "a/b"], "--label"),
     ],
 )

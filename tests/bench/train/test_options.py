@@ -31,7 +31,8 @@ def test_every_arm_is_a_valid_training_configuration(arm: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--arms", "zero3,zero4"], "--arms: there is no 'zero4'; choose from none, zero1"),
+        (["--arms", "zero3,zero4"], "--arms must be among none, zero1, zero2"),
+        (["--ranks-per-node", "99"], "--nodes must be 64 / --ranks-per-node 99 or less, got 2"),
         (["--nodes", "1"], "--nodes: must be at least 2, got 1"),
         (["--links", "latency=1ms"], "--links: latency=1ms limits no rate"),
         (["--links", "fast"], "--links: 'fast' is not a link"),

@@ -186,7 +186,6 @@ def test_ctrl_c_keeps_what_was_measured(bench: Bench, monkeypatch: pytest.Monkey
     [
         ("--prompt-lens 511", "the server's context is 512"),
         ("--prompt-lens 400 --concurrency 64 --kv-cache-memory 1MiB", "raise --kv-cache-memory"),
-        ("--tp 64", "64"),
         ("--output /proc/nowhere", "cannot be written"),
     ],
 )

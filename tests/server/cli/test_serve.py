@@ -23,6 +23,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--allreduce", "foo"], "--allreduce: unknown all-reduce 'foo'"),
         (["explain", "--allreduce", "foo"], "tightwire explain: --allreduce: unknown all-reduce 'foo'"),
         (["--speculation", "draft", "--draft-model", "no-such"], "--draft-model: no such model: 'no-such'"),
+        (["prepare", "no-such-model", "/no/such"], "tightwire prepare: no such model: 'no-such-model'"),
+        (["--draft-model="], "--draft-model: no such model: ''"),
+        (["--lora", "x=/no/such"], "--lora must be a folder that exists, got '/no/such'"),
+        (["--lora-dir", "/dev/null"], "--lora-dir must be a folder that exists, got '/dev/null'"),
+        (["--chat-template", "/no/such"], "--chat-template /no/such: cannot be read"),
+        (["--comm-secret-file", "/no/such"], "--comm-secret-file: the shared secret cannot be read from /no/such"),
+        (["--host", "no.such.invalid"], "cannot listen on --host no.such.invalid --port 8000: "),
         (["--allreduce", "flash:int9,int4"], "unknown codec 'int9'"),
         (["--allreduce", "policy:/no/such"], "--allreduce: the policy file /no/such cannot be read"),
         (["--transport", "peer-memory", "--device", "cpu"], "--transport peer-memory connects GPUs"),
@@ -41,8 +48,9 @@ def test_what_the_options_alone_refuse_is_refused_before_torch_is_imported(argum
         "import sys; from tightwire.__main__ import main; sys.exit(main(sys.argv[1:]) + 10 * ('torch' in sys.modules))"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    verb, *arguments = arguments if arguments[0] == "explain" else ["serve", *arguments]
-    command = [sys.executable, "-c", code, verb, "--device", "cpu", *arguments]
+    verb, *arguments = arguments if arguments[0] in ("explain", "prepare") else ["serve", *arguments]
+    device = ["--device", "cpu"] if verb != "prepare" else []
+    command = [sys.executable, "-c", code, verb, *device, *arguments]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
 

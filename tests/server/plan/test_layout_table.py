@@ -66,7 +66,7 @@ def test_table_has_one_row_for_each_layout_and_all_reduce() -> None:
 
 @pytest.mark.parametrize("num", [2, 4])
 def test_hosts_hold_their_part_of_the_weights(num: int) -> None:
-    """Without caches and outer tensors: 1/N, 1/N, and 2/N - 1/N^2 with the shards' columns kept twice."""
+    """Without caches and outer tensors: 1/N, 1/N, and 2/N - 1/N^2 with the shards' columns kept twice; buffers are larger where heads are whole."""
     model = replace(MODEL, vocab_size=64 * num)
     small = replace(inputs(num), model=model, layout=make_layout(model, num))
     stages = tuple((32 // num * stage, 32 // num * (stage + 1)) for stage in range(num))
@@ -76,7 +76,7 @@ def test_hosts_hold_their_part_of_the_weights(num: int) -> None:
         (host_bytes(small, name, stages, 0, num)[-1] - base) / weights for name in ("hybrid", "pipeline")
     )
     by_columns = (MODEL.hidden_size * (4096 + 14336)) / MODEL.layer_matrix_elems  # of o_proj and down_proj
-    assert pipeline == pytest.approx(1 / num, rel=0.01)
+    assert pipeline == pytest.approx(1 / num, rel=0.02)
     assert hybrid == pytest.approx(2 / num - 1 / num**2 + by_columns / num**2, rel=0.02)
 
 

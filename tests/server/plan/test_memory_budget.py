@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tightwire.model.cache.kv_cache import KVCache
 from tightwire.model.checkpoint.config import LlamaConfig
 from tightwire.model.checkpoint.random import RandomReader
 from tightwire.model.checkpoint.tensors import expected_tensors
+from tightwire.model.layer_program import LayerProgram
 from tightwire.model.layout import make_layout
 from tightwire.model.weights.formats import WeightFormats, choose_formats, weight_bytes
 from tightwire.server.config.flags import make_config
@@ -19,7 +21,7 @@ from tightwire.server.config.limits import BLOCK_SIZE
 from tightwire.server.config.serve import EngineOptions
 from tightwire.server.plan.memory_budget import MemoryBudget, NotEnoughMemoryError, make_budget
 from tightwire.server.plan.rank_bytes import MemoryInputs, Pool
-from tightwire.sizes import parse_bytes
+from tightwire.sizes import format_bytes, parse_bytes
 
 GIB = 1 << 30
 PLAIN = WeightFormats()
@@ -156,9 +158,9 @@ def test_carried_errors_take_memory_of_every_rank_and_are_shown() -> None:
 @pytest.mark.parametrize(("tp", "share"), [(1, [1.0]), (2, [0.5, 0.5]), (4, [0.25] * 4)])
 def test_rows_of_logits_take_the_columns_that_each_rank_holds(tp: int, share: list[float]) -> None:
     """Once for each prompt row that a step may score, three times for each that generates."""
-    few, many = ([rank.activations for rank in budget(64, tp, max_num_seqs=rows).ranks] for rows in (16, 496))
+    few, many = ([rank.activations for rank in budget(64, tp, max_num_seqs=rows).ranks] for rows in (16, 112))
     row = [4 * part * MODEL.vocab_size for part in share]
-    assert [b - a for a, b in zip(few, many, strict=True)] == pytest.approx([3 * 480 * each for each in row])
+    assert [b - a for a, b in zip(few, many, strict=True)] == pytest.approx([3 * 96 * each for each in row])
     assert all((256 + 3 * 16) * each < a < (256 + 3 * 16 + 200) * each for a, each in zip(few, row, strict=True))
 
 
@@ -244,6 +246,35 @@ def test_memory_below_the_runtime_is_refused_with_the_least_that_works(device: s
     budget(least / GIB, 2, device, **options)
     with pytest.raises(NotEnoughMemoryError):
         budget((least - ranks_of_a_pool * (2 << 20)) / GIB, 2, device, **options)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_what_ranks_of_a_host_share_is_counted_once(tp: int) -> None:
+    shared = Pool(name="host memory", available_bytes=4 * GIB, ranks=range(tp), shared_bytes=128 << 20)
+    alone, together = (make_budget(inputs([pool], tp)) for pool in (replace(shared, shared_bytes=0), shared))
+    saved = (tp - 1) * 128 << 20
+    assert total(together) - saved <= 4 * GIB and (together.num_blocks > alone.num_blocks) == (tp > 1)
+    ((_, needed),) = together.needs()
+    assert needed == f"{format_bytes(total(together) - saved)} of 4GiB available"
+    # The least that is enough, which the refusal names.
+    with pytest.raises(NotEnoughMemoryError, match="each rank needs") as error:
+        make_budget(inputs([replace(shared, available_bytes=1)], tp))
+    found = re.search(r"each rank needs (\d+MiB) in all", str(error.value))
+    assert found
+    make_budget(inputs([replace(shared, available_bytes=tp * parse_bytes(found[1]))], tp))
+
+
+@pytest.mark.parametrize(("tp", "max_num_seqs"), [(1, 64), (4, 256)])
+def test_the_buffers_of_few_rows_are_counted_on_a_cpu(tp: int, max_num_seqs: int) -> None:
+    options = make_config({"max_num_seqs": max_num_seqs, "cuda_graphs": False}).engine
+    pools = [Pool(name="memory", available_bytes=64 * GIB, ranks=range(tp))]
+    cpu, cuda = (make_budget(inputs(pools, tp, device=name, options=options)).ranks for name in ("cpu", "cuda"))
+    for shard, on_cpu, on_cuda in zip(make_layout(MODEL, tp).shards, cpu, cuda, strict=True):
+        cache, program = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace()
+        made: Any = SimpleNamespace(_config=MODEL, _shard=shard, _cache=cache, _program=program)
+        LayerProgram._make_buffers(made, max(128, max_num_seqs))
+        buffers = [*made._buffers.values(), made._total_TD]
+        assert on_cpu.activations - on_cuda.activations == sum(buffer.nbytes for buffer in buffers)
 
 
 def windowed(gib: float, model: LlamaConfig = WINDOWED, **options: Any) -> MemoryBudget:

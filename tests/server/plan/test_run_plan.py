@@ -422,3 +422,11 @@ def test_on_a_cpu_a_rank_cannot_use_what_another_leaves_of_its_device_memory(off
     least = (first + second) // 2 - (16 << 20)
     with pytest.raises(ValueError, match=r"--device-memory of rank 0: 30\d.*MiB of 2\d\d.*MiB available"):
         decide(make_config(given | {"device_memory": least}), MODEL)
+
+
+def test_a_limit_of_addresses_limits_each_rank_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_plan, "address_bytes_left", lambda: 400 << 20)
+    given = {"tp": 2, "device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 32}
+    budget = decide(make_config(given), MODEL).budget
+    assert all(rank.fixed + budget.cache_bytes(rank) <= 400 << 20 for rank in budget.ranks)
+    assert budget.needs()[1][0] == "`ulimit -v`, beside 4GiB of libraries, of rank 0"

@@ -1,5 +1,6 @@
 """Transport, overlap, planning ahead and the dtype of sums are chosen by device and link; impossible ones are refused."""
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tightwire.server.config.flags import make_config
 from tightwire.server.config.parallel import ParallelOptions
 from tightwire.server.config.serve import EngineOptions, ModelOptions
 from tightwire.server.plan.setting import (
+    address_bytes_left,
     choose_dtype,
     choose_overlap,
     choose_plan_ahead,
@@ -25,6 +27,18 @@ from tightwire.server.plan.setting import (
     refuse_early,
     refuse_wrong_model,
 )
+
+
+def test_a_limit_of_addresses_that_libraries_exceed_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config({"device": "cpu"})
+    monkeypatch.setattr("resource.getrlimit", lambda which: (2 << 30, resource.RLIM_INFINITY))
+    with pytest.raises(
+        ValueError, match="`ulimit -v` allows a process 2GiB of addresses, .* take 4GiB; give `ulimit -v unl"
+    ):
+        refuse_early(config)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (5 << 30, resource.RLIM_INFINITY))
+    refuse_early(config)
+    assert address_bytes_left() == 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -116,7 +130,9 @@ def test_sockets_are_refused_between_gpus_and_a_bad_secret_early(tmp_path: Path)
         choose_transport(ParallelOptions(tp=2, transport="sockets"), "cuda")
     (tmp_path / "secret").write_text("short")
     options = {"tp": 2, "device": "cpu", "comm_secret_file": f"{tmp_path}/secret"}
-    with pytest.raises(ValueError, match="the shared secret in .* has 5 bytes and needs at least 16"):
+    with pytest.raises(
+        ValueError, match="--comm-secret-file: the shared secret in .* has 5 bytes and needs at least 16"
+    ):
         refuse_early(make_config(options))
 
 

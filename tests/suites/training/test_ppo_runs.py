@@ -163,7 +163,7 @@ def test_actor_and_critic_are_exported_and_the_critic_says_its_values(tmp_path: 
 
 
 def test_wrong_sections_are_refused_and_a_dry_run_counts_both(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not use the section ppo, which is for data.kind=prompts;"):
+    with pytest.raises(ConfigError, match="does not use ppo, which is for data.kind=prompts;"):
         _config(tmp_path, "data.kind=chat")
     with pytest.raises(ConfigError, match="grpo, which is for data.kind=prompts without ppo"):
         _config(tmp_path, "grpo.samples=4")

@@ -106,14 +106,15 @@ def test_invalid_values_are_refused(tmp_path: Path, override: str, words: str) -
 def test_a_reward_model_continues_no_prompts(tmp_path: Path) -> None:
     path, reward = write_config(tmp_path), ["model={start: x, lora: {}, head: reward}", "data.kind=preferences"]
     assert read_config(path, reward).head == "reward"
-    words = "model.head=reward continues no prompts in evaluations; remove evaluation.prompts"
+    words = "this run does not use evaluation.prompts, which is for text, chat, distill and DPO; remove it"
     assert words in _refused(path, *reward, "evaluation.prompts=[Hi]")
 
 
 def test_a_run_of_prompts_continues_none_in_evaluations(tmp_path: Path) -> None:
     grpo = "model={start: x, lora: {}}", "data.kind=prompts", "grpo.rewards=[a:b]"
-    words = "data.kind=prompts continues no prompts in evaluations; remove evaluation.prompts"
-    assert words in _refused(write_config(tmp_path), *grpo, "evaluation.prompts=[Hi]")
+    assert "not use evaluation.prompts, which is for" in _refused(
+        write_config(tmp_path), *grpo, "evaluation.prompts=[Hi]"
+    )
 
 
 def test_a_codec_of_frozen_weights_needs_some(tmp_path: Path) -> None:
@@ -174,17 +175,23 @@ def test_no_prompts_are_held_out_unless_asked() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["dpo.beta=0.5"], "section dpo, which is for data.kind=preferences with model.head=tokens"),
-        (["grpo.samples=4"], "section grpo, which is for data.kind=prompts without ppo"),
-        (["rollout.tp=2"], "section rollout, which is for data.kind=prompts"),
-        (["ppo.samples=4"], "section ppo, which is for data.kind=prompts"),
+        (["dpo.beta=0.5"], "not use dpo, which is for data.kind=preferences with model.head=tokens"),
+        (["grpo.samples=4"], "not use grpo, which is for data.kind=prompts without ppo"),
+        (["rollout.tp=2"], "not use rollout, which is for data.kind=prompts"),
+        (["ppo.samples=4"], "not use ppo, which is for data.kind=prompts"),
         (
             ["model={start: x, lora: {}, head: reward}", "data.kind=preferences", "dpo.beta=0.5"],
-            "this run does not use the section dpo",
+            "this run does not use dpo",
+        ),
+        (["data.kind=chat", "data.text_key=body"], "not use data.text_key, which is for data.kind=text; remove it"),
+        (["data.kind=chat", "data.parted_by=file"], "not use data.parted_by, which is for data.kind=text"),
+        (
+            ["schedule.kind=constant", "schedule.final_share=0.3"],
+            "not use schedule.final_share, which is for schedule.kind=linear and cosine",
         ),
     ],
 )
-def test_a_section_that_this_run_would_not_use_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
+def test_what_this_run_would_not_use_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
     assert words in _refused(write_config(tmp_path), *overrides)
 
 
