@@ -153,6 +153,9 @@ MISTRAL_TEMPLATE = """{{ tools }}{% for message in messages %}{% if message.tool
 {%- else %}{{ message.content }}{% endif %}{% endfor %}"""
 
 
+BARS = ("<|tool_call|>", "<|/tool_call|>")  # Granite 3's and Phi-4-mini's
+
+
 def says_tokens(text: str, special: Sequence[str]) -> FakeEngine:
     """Says the text in the tokens of a tokenizer that has these special tokens."""
     ids = byte_tokenizer(special=special).encode(text, add_special_tokens=False)
@@ -160,21 +163,26 @@ def says_tokens(text: str, special: Sequence[str]) -> FakeEngine:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("special", "text"),
     [
-        'Well.[TOOL_CALLS]add[ARGS]{"a": 12}[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{}',
-        'Well.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 12}}, {"name": "add", "arguments": {}, "id": "a1b2c3d4e"}]',
+        (MISTRAL, 'Well.[TOOL_CALLS]add[ARGS]{"a": 12}[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{}'),
+        (
+            MISTRAL,
+            'Well.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 12}}, {"name": "add", "arguments": {}, "id": "a1b2c3d4e"}]',
+        ),
+        (BARS, 'Well.<|tool_call|>[{"name": "add", "arguments": {"a": 12}}, {"name": "add", "arguments": {}}]'),
+        (BARS, 'Well.<|tool_call|>[{"name":"add","arguments":{"a": 12}},{"name":"add","parameters":{}}]<|/tool_call|>'),
     ],
 )
-async def test_calls_after_special_tokens_are_found(text: str) -> None:
-    engine = says_tokens(text, MISTRAL)
+async def test_calls_after_special_tokens_are_found(special: Sequence[str], text: str) -> None:
+    engine = says_tokens(text, special)
     calls = [("add", '{"a": 12}'), ("add", "{}")]
-    (answer,) = await whole(engine, special=MISTRAL)
+    (answer,) = await whole(engine, special=special)
     assert answer.finish_reason == "tool_calls" and answer.message.content == "Well."
     assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls or ()] == calls
-    assert await streamed(engine, special=MISTRAL) == ("Well.", calls, "tool_calls")
-    (answer,) = await whole(engine, special=MISTRAL, tool_choice="none")
-    assert "[TOOL_CALLS]" not in (answer.message.content or "")
+    assert await streamed(engine, special=special) == ("Well.", calls, "tool_calls")
+    (answer,) = await whole(engine, special=special, tool_choice="none")
+    assert special[0] not in (answer.message.content or "")
 
 
 async def test_ids_are_as_long_as_a_mistral_template_demands() -> None:
