@@ -107,7 +107,7 @@ async def chat_token_ids(
         path = f"chat_template_kwargs.{taken[0]}"
         raise invalid(f"{path} is set by the server; use the field of this name, or leave it out", path)
     ending = {"add_generation_prompt": body.begins_message, "continue_final_message": body.continue_final_message}
-    variables: dict[str, Any] = body.chat_template_kwargs | ending
+    variables = body.template_variables | ending
 
     def encode() -> list[int]:
         plain, listed = [m.to_template() for m in messages], [tool.model_dump(exclude_none=True) for tool in tools]

@@ -45,7 +45,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": (("none", "auto"), "tool_choice is the newer field with the same meaning"),
     "modalities": ((["text"],), "this server answers in text only"),
     "audio": ((), "this server answers in text only"),
-    "reasoning_effort": (("none",), "the served models have no reasoning effort to set"),
+    "reasoning_effort": (("none",), "it is told to chat templates, so only chats have it"),
     "verbosity": (("medium",), "the served models have no verbosity to set"),
     "web_search_options": ((), "this server does not search the web"),
     "moderation": ((), "this server does not moderate"),
@@ -114,6 +114,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=_INT64)]
 TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Body(Fields):
@@ -294,7 +295,7 @@ class Message(Fields):
 
 
 class TemplateFields(Fields):
-    """The fields that decide how a conversation's prompt ends."""
+    """The fields that the chat template reads, beside messages and tools."""
 
     add_generation_prompt: bool | None = Field(
         None, description="Extension: end the prompt with the beginning of an answer. Default: unless it is continued."
@@ -303,6 +304,15 @@ class TemplateFields(Fields):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Extension: variables of the chat template, such as enable_thinking."
     )
+    reasoning_effort: Effort | None = Field(
+        None, description="A variable of the chat template; enable_thinking is false with none, else true."
+    )
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        thinking = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return thinking | self.chat_template_kwargs
 
     @property
     def begins_message(self) -> bool:

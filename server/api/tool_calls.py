@@ -304,7 +304,7 @@ def opens_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
 class _JsonNames(ast.NodeTransformer):
     """Reads JSON's names of constants as Python's."""
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 - the name that ast demands
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         constants = {"true": True, "false": False, "null": None}
         return ast.Constant(constants[node.id]) if node.id in constants else node
 

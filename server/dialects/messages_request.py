@@ -9,7 +9,14 @@ from pydantic_core import PydanticCustomError
 
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, told_apart
-from tightwire.server.api.request_bodies import UNSUPPORTED_EXTENSIONS, ChatBody, Message, Stop, text_parts
+from tightwire.server.api.request_bodies import (
+    UNSUPPORTED_EXTENSIONS,
+    ChatBody,
+    Effort,
+    Message,
+    Stop,
+    text_parts,
+)
 from tightwire.server.api.structured import Schema
 from tightwire.server.dialects import adapted
 from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message
@@ -120,10 +127,17 @@ class OutputFormat(Fields):
 
 class OutputConfig(Fields):
     format: OutputFormat | None = None
+    effort: Effort | None = Field(None, description="As reasoning_effort of chat completions.")
+
+
+class Thinking(Fields):
+    type: str
+    budget_tokens: Any = Field(None, description="Accepted and ignored.")
+    display: Any = Field(None, description="Accepted and ignored.")
 
 
 class MessagesBody(adapted.AdaptedBody):
-    """``thinking`` and ``cache_control`` are ignored; cached prefixes are found without them."""
+    """``cache_control`` is ignored; cached prefixes are found without it."""
 
     unsupported: ClassVar[Any] = UNSUPPORTED
 
@@ -134,6 +148,9 @@ class MessagesBody(adapted.AdaptedBody):
     system: _TextBlocks | None = None
     tools: list[_Tool] = Field(default_factory=list, max_length=1024, description="Only tools with a schema are used.")
     tool_choice: ToolSelection | None = None
+    thinking: Thinking | None = Field(
+        None, description="disabled: as the effort none; other types: as output_config.effort, high without one."
+    )
 
     def functions(self) -> dict[int, CustomTool]:
         """The tools that the answer may call, by their place in ``tools``."""
@@ -153,6 +170,9 @@ class MessagesBody(adapted.AdaptedBody):
         messages = self._messages()
         last = messages[-1]
         form = self.output_config.format if self.output_config is not None else None
+        effort = self.output_config.effort if self.output_config is not None else None
+        if self.thinking is not None:
+            effort = "none" if self.thinking.type == "disabled" else effort or "high"
         return self.make_chat(
             messages=messages,
             tools=[adapted.chat_tool(tool.name, tool.description, tool.input_schema) for tool in functions],
@@ -162,6 +182,7 @@ class MessagesBody(adapted.AdaptedBody):
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
             response_format=adapted.schema_format(form.schema_) if form is not None else None,
+            reasoning_effort=effort,
         )
 
     def _messages(self) -> list[Message]:

@@ -126,6 +126,12 @@ class TextOptions(Fields):
     verbosity: str | None = Field(None, description="Accepted and ignored.")
 
 
+class ReasoningOptions(Fields):
+    effort: request_bodies.Effort | None = None
+    summary: Any = Field(None, description="Accepted and ignored.")
+    generate_summary: Any = Field(None, description="Accepted and ignored.")
+
+
 class FunctionTool(Fields):
     type: Literal["function"]
     name: Name
@@ -158,7 +164,7 @@ _Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_
 
 
 class ResponsesBody(adapted.AdaptedBody):
-    """``store`` is always false. ``reasoning``, ``truncation`` and ``service_tier`` are ignored."""
+    """``store`` is always false. ``truncation`` and ``service_tier`` are ignored."""
 
     unsupported: ClassVar[Any] = UNSUPPORTED
 
@@ -169,6 +175,7 @@ class ResponsesBody(adapted.AdaptedBody):
     )
     stop: Stop = Field(default_factory=list, description="Extension.")
     text: TextOptions | None = Field(None, description="The form of the answer.")
+    reasoning: ReasoningOptions | None = Field(None, description="effort: reasoning_effort of chat completions.")
     tools: list[AnyTool] = Field(default_factory=list, max_length=128, description="Only functions are used.")
     tool_choice: _Choice = Field("auto", description="As in chat completions.")
     parallel_tool_calls: bool = Field(True, description="With tool_choice required: several calls are allowed.")
@@ -203,6 +210,7 @@ class ResponsesBody(adapted.AdaptedBody):
             parallel_tool_calls=self.parallel_tool_calls,
             logprobs=wants_logprobs,
             top_logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
+            reasoning_effort=self.reasoning and self.reasoning.effort,
         )
 
     def _messages(self) -> list[Message]:

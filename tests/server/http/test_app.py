@@ -335,6 +335,62 @@ async def test_variables_of_the_chat_template(engine: FakeEngine) -> None:
     )
 
 
+MESSAGES = CHAT | {"max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v1/chat/completions", CHAT, ""),
+        ("/v1/chat/completions", CHAT | {"reasoning_effort": "none"}, "none False"),
+        ("/v1/chat/completions", CHAT | {"reasoning_effort": "minimal"}, "minimal True"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            "low False",
+        ),
+        ("/v1/responses", {"input": "Hi"}, ""),
+        ("/v1/responses", {"input": "Hi", "reasoning": {"summary": "auto"}}, ""),
+        ("/v1/responses", {"input": "Hi", "reasoning": {"effort": "xhigh"}}, "xhigh True"),
+        ("/v1/messages", MESSAGES, ""),
+        (
+            "/v1/messages",
+            MESSAGES | {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
+            "none False",
+        ),
+        ("/v1/messages", MESSAGES | {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "high True"),
+        ("/v1/messages", MESSAGES | {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "max True"),
+        ("/v1/messages", MESSAGES | {"output_config": {"effort": "low"}}, "low True"),
+    ],
+)
+async def test_reasoning_is_told_to_the_chat_template(
+    engine: FakeEngine, path: str, body: dict[str, Any], told: str
+) -> None:
+    template = "{{ messages[0].content }} {{ reasoning_effort }} {{ enable_thinking }}"
+    async with client_of(app_for(engine, template=template)) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == 200 and "x-tightwire-ignored" not in response.headers
+    assert byte_tokenizer().decode(engine.submitted[0].prompt_token_ids).split() == ["Hi", *told.split()]
+    if path == "/v1/responses":
+        assert response.json()["reasoning"] == {"effort": told.split()[0] if told else None, "summary": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "much"}, "reasoning_effort"),
+        ("/v1/responses", {"reasoning": {"effort": 1}}, "reasoning.effort"),
+        ("/v1/messages", {"output_config": {"effort": "much"}}, "output_config.effort"),
+    ],
+)
+async def test_an_unknown_effort_is_refused(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = {"input": "Hi"} if path == "/v1/responses" else MESSAGES
+    error = (await client.post(path, json=body | fields)).json()["error"]
+    assert error["param"] == param and "'xhigh'" in error["message"]
+
+
 async def test_tokenize_and_detokenize(client: httpx.AsyncClient) -> None:
     tokens = await _ask(client, "/tokenize", prompt="né", return_token_strs=True)
     assert tokens == {
