@@ -184,7 +184,7 @@ class SamplingBody(Body):
     )
 
     def set_missing(self, values: Mapping[str, float]) -> None:
-        for name in values.keys() - self.model_fields_set:
+        for name in (values.keys() & type(self).model_fields.keys()) - self.model_fields_set:
             setattr(self, name, values[name])
 
 
@@ -192,10 +192,11 @@ class GenerationBody(SamplingBody):
     """The fields that completions and chat completions share."""
 
     text_param: ClassVar[str]  # the field with the prompt, for error messages
-    default_tokens: ClassVar[int | None] = None  # an answer's limit without max_tokens; None: what fits the context
+    default_tokens: ClassVar[int | None] = None  # an answer's limit without max_tokens; None: the model's
 
     max_tokens: TokenCount | None = Field(
-        None, description="Most tokens of the answer. Default: what fits the context; in completions 16. 0 needs echo."
+        None,
+        description="Most tokens of the answer. Default: the model's max_new_tokens, else what fits the context; in completions 16. 0 needs echo.",
     )
     n: int = Field(1, ge=1, le=128, description="Answers per prompt.")
     stream_options: StreamOptions | None = None

@@ -171,7 +171,10 @@ class ResponsesBody(adapted.AdaptedBody):
     input: Input
     instructions: str | None = Field(None, description="A system message before the input.")
     max_output_tokens: int | None = Field(
-        None, ge=1, lt=2**31, description="Most tokens of the answer. Default: what fits the context."
+        None,
+        ge=1,
+        lt=2**31,
+        description="Most tokens of the answer. Default: the model's max_new_tokens, else what fits the context.",
     )
     stop: Stop = Field(default_factory=list, description="Extension.")
     text: TextOptions | None = Field(None, description="The form of the answer.")

@@ -322,6 +322,23 @@ async def test_sampling_defaults_of_the_model(engine: FakeEngine, path: str, bod
     assert answer.get("temperature", 0.6) == 0.6  # the Responses API repeats it
 
 
+async def test_an_answer_without_a_limit_has_the_models(engine: FakeEngine) -> None:
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "/v1/chat/completions": [CHAT, CHAT | {"max_completion_tokens": 9}, CHAT | {"max_tokens": 9}],
+        "/v1/responses": [{"input": "a"}, {"input": "a", "max_output_tokens": 9}],
+        "/v1/messages": [CHAT | {"max_tokens": 9}],
+        "/v1/completions": [{"prompt": "a"}],
+    }
+    async with client_of(app_for(engine, info=replace(INFO, sampling={"max_new_tokens": 7}))) as client:
+        for path, asked in bodies.items():
+            for body in asked:
+                assert (await client.post(path, json=body)).status_code == 200
+    assert [request.params.max_tokens for request in engine.submitted] == [7, 9, 9, 7, 9, 9, 16]
+    async with client_of(app_for(engine, info=replace(INFO, sampling={"max_new_tokens": 1000}))) as client:
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+    assert engine.submitted[-1].params.max_tokens == 256 - len(engine.submitted[-1].prompt_token_ids)
+
+
 async def test_variables_of_the_chat_template(engine: FakeEngine) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"enable_thinking": False}}
     template = "{{ messages[0].content }} {{ enable_thinking }} {{ add_generation_prompt }}"
