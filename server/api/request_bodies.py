@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.api.fields import Fields, refusal
 from tightwire.server.api.structured import ResponseFormat, StructuredOutputs
-from tightwire.server.api.tools import Tool, ToolCall, ToolChoice
+from tightwire.server.api.tools import ToolCall, ToolChoice, Tools
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -327,7 +327,7 @@ class ChatBody(GenerationBody, TemplateFields):
     max_completion_tokens: TokenCount | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = Field(None, description="Requires logprobs: true.")
-    tools: list[Tool] = Field(default_factory=list, max_length=128, description="Functions that the model may call.")
+    tools: Tools = Field(default_factory=list, description="Functions that the model may call.")
     tool_choice: ToolChoice = Field(
         "auto",
         description="none, auto: the model decides, required: it calls one or more, one tool by name, or allowed_tools.",

@@ -152,16 +152,17 @@ class MessagesBody(adapted.AdaptedBody):
         None, description="disabled: as the effort none; other types: as output_config.effort, high without one."
     )
 
-    def functions(self) -> dict[int, CustomTool]:
-        """The tools that the answer may call, by their place in ``tools``."""
-        return {index: tool for index, tool in enumerate(self.tools) if isinstance(tool, CustomTool)}
-
     def ignored_values(self) -> Iterator[tuple[str, str]]:
         yield from super().ignored_values()
         yield from other_tools(self.tools)
 
     def to_chat(self) -> ChatBody:
-        chosen, functions = self.tool_choice or ToolSelection.model_construct(type="auto"), self.functions().values()
+        chosen = self.tool_choice or ToolSelection.model_construct(type="auto")
+        functions = [
+            adapted.chat_tool(f"tools[{index}].input_schema", tool.name, tool.description, tool.input_schema)
+            for index, tool in enumerate(self.tools)
+            if isinstance(tool, CustomTool)
+        ]
         if (chosen.type == "tool") != (chosen.name is not None):
             raise invalid("tool_choice.name belongs to the type tool, and that type needs it", "tool_choice.name")
         if chosen.type == "any" and not functions:
@@ -175,7 +176,7 @@ class MessagesBody(adapted.AdaptedBody):
             effort = "none" if self.thinking.type == "disabled" else effort or "high"
         return self.make_chat(
             messages=messages,
-            tools=[adapted.chat_tool(tool.name, tool.description, tool.input_schema) for tool in functions],
+            tools=functions,
             tool_choice=choices[chosen.type],
             parallel_tool_calls=not chosen.disable_parallel_tool_use,
             continue_final_message=last.role == "assistant" and not last.tool_calls and bool(last.content),

@@ -193,7 +193,6 @@ class ResponsesDialect(AdaptedDialect):
         ("max_tokens", "max_output_tokens"),
         ("messages", "input"),
     )
-    parameters_name = "parameters"
 
     def __init__(self, asked: ResponsesBody, model: ServedModel) -> None:
         super().__init__(asked, model)

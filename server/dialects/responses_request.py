@@ -194,6 +194,7 @@ class ResponsesBody(adapted.AdaptedBody):
         yield from other_tools(self.tools)
 
     def functions(self) -> dict[int, FunctionTool]:
+        """The tools that the answer may call, by their place in ``tools``."""
         functions = {index: tool for index, tool in enumerate(self.tools) if isinstance(tool, FunctionTool)}
         if isinstance(self.tool_choice, AllowedChoice):
             names = [tool.get("name") for tool in self.tool_choice.tools if tool.get("type") == "function"]
@@ -201,14 +202,16 @@ class ResponsesBody(adapted.AdaptedBody):
         return functions
 
     def to_chat(self) -> ChatBody:
-        functions = self.functions().values()
         wants_logprobs = LOGPROBS in self.include or bool(self.top_logprobs)
         return self.make_chat(
             messages=self._messages(),
             max_tokens=self.max_output_tokens,
             stop=self.stop,
             response_format=self._format(),
-            tools=[adapted.chat_tool(tool.name, tool.description, tool.parameters) for tool in functions],
+            tools=[
+                adapted.chat_tool(f"tools[{index}].parameters", tool.name, tool.description, tool.parameters)
+                for index, tool in self.functions().items()
+            ],
             tool_choice=self._chat_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             logprobs=wants_logprobs,

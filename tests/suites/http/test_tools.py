@@ -307,6 +307,22 @@ async def test_arguments_that_are_no_valid_json_reach_the_prompt_as_text(argumen
         ),
         (
             {
+                "tools": [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                "tool_choice": allowed("required", "f"),
+            },
+            "tools[2].function.parameters",
+            "Unimplemented keys",
+        ),
+        (
+            {
+                "tools": [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
+                "tool_choice": allowed("auto", "f"),
+            },
+            "tools[2].function.parameters.type",
+            "arguments are an object",
+        ),
+        (
+            {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"const": {"a": -(2**63)}}}}],
                 "tool_choice": {"type": "function", "function": {"name": "f"}},
             },
