@@ -70,7 +70,8 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
             scored = max(logprobs, scored or 0)
         for choice in range(body.n):
             own = (seed + choice + 2**63) % 2**64 - 2**63  # n answers to a seed near the end of int64 wrap around
-            params = body.sampling_params(max_tokens=max(asked, 1), seed=own, prompt_logprobs=scored, **shared)
+            once = scored if choice == 0 else None  # ``generate`` gives the scores to the other choices too
+            params = body.sampling_params(max_tokens=max(asked, 1), seed=own, prompt_logprobs=once, **shared)
             sequences.append(TokenSequence(len(sequences), prompt, params, body, model.tokens))
     return sequences
 

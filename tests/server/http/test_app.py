@@ -1,7 +1,7 @@
 """The whole application over a scripted engine: routes, dialects, health, key, limits."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from tightwire import __version__
 from tightwire.model.text.tokenizer import BOS, CHAT_TEMPLATE
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import EngineState, Phase
+from tightwire.server.ipc.messages import AddRequest, Output
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -163,6 +164,36 @@ async def test_prompt_logprobs_in_vllms_form(client: httpx.AsyncClient) -> None:
         },
     ]
     assert answer["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+async def test_a_prompt_of_several_answers_is_scored_once(backwards: bool) -> None:
+    class Engine(FakeEngine):
+        """Its outputs may come in the order of the last choice first."""
+
+        async def submit(self, requests: Sequence[AddRequest]) -> AsyncGenerator[Output, None]:
+            async for output in super().submit(requests[::-1] if backwards else requests):
+                yield output
+
+    one, several = FakeEngine(), Engine()
+    body: dict[str, Any] = {"prompt": ["ab", "cde"], "prompt_logprobs": 1, "echo": True, "logprobs": 1, "max_tokens": 3}
+    async with client_of(app_for(one)) as client:
+        expected = (await _ask(client, "/v1/completions", **body))["choices"]
+    async with client_of(app_for(several)) as client:
+        choices = (await _ask(client, "/v1/completions", **body, n=3, stop="Hel"))["choices"]
+        streamed = body | {"n": 3, "stream": True, "prompt_logprobs": None}
+        events = (await client.post("/v1/completions", json=streamed)).text
+    params = {request.id: request.params.prompt_logprobs for request in several.submitted[:6]}
+    assert sorted(params.values(), key=str) == [1, 1, None, None, None, None]
+    for choice in choices:
+        [like] = [each for each in expected if each["prompt_logprobs"] == choice["prompt_logprobs"]]
+        assert like["index"] == choice["index"] // 3 and choice["text"] == like["text"][: -len("Hel")]
+        assert choice["logprobs"] == like["logprobs"]
+    chunks = [json.loads(line[6:])["choices"][0] for line in events.splitlines() if line.startswith("data: {")]
+    for index in range(6):
+        of_choice = [chunk["logprobs"] for chunk in chunks if chunk["index"] == index and chunk["logprobs"]]
+        scores = [score for logprobs in of_choice for score in logprobs["token_logprobs"]]
+        assert scores == expected[index // 3]["logprobs"]["token_logprobs"]
 
 
 async def test_cached_prompt_tokens_are_counted_once_per_prompt(client: httpx.AsyncClient, engine: FakeEngine) -> None:
