@@ -43,7 +43,10 @@ def official(path: str) -> Any:
 
 # Fields of the clients that have no effect here, and are not in ``IGNORED_FIELDS``: with --strict-fields they are refused.
 WITHOUT_EFFECT: dict[str, dict[str, str]] = {
-    "/v1/chat/completions": {"prompt_cache_options": "prefixes are cached without it"},
+    "/v1/chat/completions": {
+        "prompt_cache_options": "prefixes are cached without it",
+        "verbosity": "the served models have no verbosity to set",
+    },
     "/v1/completions": {},
     "/v1/responses": {
         "access_programs": "a program of OpenAI",

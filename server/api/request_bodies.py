@@ -46,7 +46,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "this server answers in text only"),
     "audio": ((), "this server answers in text only"),
     "reasoning_effort": (("none",), "it is told to chat templates, so only chats have it"),
-    "verbosity": (("medium",), "the served models have no verbosity to set"),
     "web_search_options": ((), "this server does not search the web"),
     "moderation": ((), "this server does not moderate"),
     "best_of": ((1,), "use n, logprobs, and pick the best answer yourself"),
@@ -360,6 +359,7 @@ class ChatBody(GenerationBody, TemplateFields):
 class TokenizeBody(Body, TemplateFields):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, description="In place of prompt.")
+    tools: Tools = Field(default_factory=list, description="Beside messages.")
     add_special_tokens: bool = Field(True, description="Applies to prompt; a chat template has its own.")
     return_token_strs: bool = False
 

@@ -234,6 +234,15 @@ async def test_the_prompt_of_a_template_with_tools_is_the_templates() -> None:
     assert prompt.startswith("weather add ") and "expert" not in prompt
 
 
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, CHAT_TEMPLATE])
+async def test_tokenize_counts_tools(template: str) -> None:
+    engine = FakeEngine()
+    await whole(engine, template=template)
+    async with client_of(app_for(engine, info=planned(max_model_len=4096), template=template)) as client:
+        answer = (await client.post("/tokenize", json={"messages": [USER], "tools": TOOLS})).json()
+    assert answer["tokens"] == engine.submitted[0].prompt_token_ids
+
+
 async def test_a_template_without_tools_gets_our_prompt_with_calls_and_results() -> None:
     engine = FakeEngine()
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
