@@ -68,6 +68,7 @@ class CallReader:
         self._text, self._num_chars = "", 0  # not read yet; of the whole answer so far
         self.text_ends: list[int] = []  # where the last pieces of text end in the answer
         self._at_start, self._in_calls = True, False
+        self._num_tried = 0  # characters of a list of Python calls in which its end was looked for
         self._skipped = ""  # read since the last call; text after all, if no call follows
         self._call: _OpenCall | None = None
 
@@ -132,6 +133,7 @@ class CallReader:
             at, self._skipped = min(found)
             before, self._text = self._text[:at], self._text[at:]
             if not self._is_blank_between(before):
+                self._at_start = False
                 yield before
             self._in_calls, self._text = True, self._text.removeprefix(self._skipped)
             return
@@ -219,11 +221,15 @@ class CallReader:
 
     def _pythonic(self, stripped: str, at_end: bool) -> Iterator[Piece]:
         """A list of Python calls is read as a whole, because its end decides what it is."""
-        calls = _parse_python(stripped.rstrip())
-        if calls is None and not at_end:
-            return
-        self._text, self._at_start = "", False
-        yield from self._python_calls(calls, stripped)
+        while end := stripped.find("]", self._num_tried) + 1:
+            self._num_tried = end
+            if (calls := _parse_python(stripped[:end])) is not None:
+                self._text, self._at_start = stripped[end:], False
+                yield from self._python_calls(calls, stripped[:end])
+                return
+        if at_end:
+            self._text, self._at_start = "", False
+            yield stripped
 
     def _python_lines(self, at_end: bool) -> Iterator[Piece]:
         """Calls up to the end mark, or to the answer's end without it."""

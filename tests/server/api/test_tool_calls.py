@@ -60,6 +60,9 @@ def read(text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str
             ("weather", {"city": "Paris", "days": [1]}),
             ("geo.find", {"ok": True, "at": None}),
         ]),
+        ('[add(a="]")] Done [1].', " Done [1].", [("add", {"a": "]"})]),
+        ('So <tool_call></tool_call>{"name": "add", "arguments": {}}', 'So {"name": "add", "arguments": {}}', []),
+        ("[unknown(a=1)] Done.", "[unknown(a=1)] Done.", []),
         # Mistral: a list, or names and arguments, with or without ids.
         (
             f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}, "id": "a1b2c3d4e"}}]',
