@@ -185,6 +185,24 @@ async def test_calls_after_special_tokens_are_found(special: Sequence[str], text
     assert special[0] not in (answer.message.content or "")
 
 
+@pytest.mark.parametrize("special", [(), ("<function_calls>", "</function_calls>")])
+async def test_lines_of_calls_in_every_api(special: Sequence[str]) -> None:
+    engine = says_tokens("Well.\n<function_calls>add(a=12)\nadd()</function_calls>", special)
+    calls = [("add", '{"a": 12}'), ("add", "{}")]
+    (answer,) = await whole(engine, special=special)
+    assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls or ()] == calls
+    assert await streamed(engine, special=special) == ("Well.\n", calls, "tool_calls")
+    own = [{"name": "add", "parameters": SCHEMA, "input_schema": SCHEMA}]
+    body = {"input": "Hi", "max_output_tokens": 180, "tools": [own[0] | {"type": "function"}]}
+    async with client_of(app_for(engine, info=planned(max_model_len=4096), special=special)) as client:
+        response = (await client.post("/v1/responses", json=body)).json()
+        message = (await client.post("/v1/messages", json={"messages": [USER], "max_tokens": 180, "tools": own})).json()
+    assert [(item["name"], item["arguments"]) for item in response["output"][1:]] == calls
+    assert [(block["name"], json.dumps(block["input"])) for block in message["content"][1:]] == calls
+    assert response["output"][0]["content"][0]["text"] == message["content"][0]["text"] == "Well.\n"
+    assert message["stop_reason"] == "tool_use"
+
+
 async def test_ids_are_as_long_as_a_mistral_template_demands() -> None:
     engine = FakeEngine()
     call = {"id": "call_00112233445566", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
