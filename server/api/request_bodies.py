@@ -331,7 +331,7 @@ class ChatBody(GenerationBody, TemplateFields):
         "auto",
         description="none, auto: the model decides, required: it calls one or more, one tool by name, or allowed_tools.",
     )
-    parallel_tool_calls: bool = Field(True, description="With tool_choice required: several calls are allowed.")
+    parallel_tool_calls: bool = Field(True, description="False: an answer has one call at most.")
 
     @property
     def may_call_tools(self) -> bool:

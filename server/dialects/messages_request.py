@@ -117,7 +117,7 @@ _Tool = Annotated[
 class ToolSelection(Fields):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, description="With the type tool.")
-    disable_parallel_tool_use: bool = Field(False, description="With the type any: exactly one call.")
+    disable_parallel_tool_use: bool = Field(False, description="An answer has one call at most.")
 
 
 class OutputFormat(Fields):

@@ -181,7 +181,7 @@ class ResponsesBody(adapted.AdaptedBody):
     reasoning: ReasoningOptions | None = Field(None, description="effort: reasoning_effort of chat completions.")
     tools: list[AnyTool] = Field(default_factory=list, max_length=128, description="Only functions are used.")
     tool_choice: _Choice = Field("auto", description="As in chat completions.")
-    parallel_tool_calls: bool = Field(True, description="With tool_choice required: several calls are allowed.")
+    parallel_tool_calls: bool = Field(True, description="False: an answer has one call at most.")
     include: list[str] = Field(default_factory=list, description=f"{LOGPROBS}; others are ignored.")
     top_logprobs: request_bodies.NumLogprobs | None = None
     stream_options: request_bodies.StreamOptions | None = Field(None, description="Accepted and ignored.")

@@ -135,6 +135,18 @@ async def test_a_named_tool_is_called() -> None:
     )
 
 
+async def test_without_parallel_calls_an_answer_has_the_first() -> None:
+    calls, one = [("add", '{"a": 12}')], {"parallel_tool_calls": False}
+    (answer,) = await whole(FakeEngine(script=says(WRITTEN)), **one)
+    assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls] == calls
+    assert await streamed(FakeEngine(script=says(WRITTEN)), **one) == ("Well. ", calls, "tool_calls")
+    body = {"messages": [USER], "max_tokens": 180, "tools": [{"name": "add", "input_schema": SCHEMA}]}
+    choice = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    async with client_of(app_for(FakeEngine(script=says(WRITTEN)), info=planned(max_model_len=4096))) as client:
+        message = (await client.post("/v1/messages", json=body | choice)).json()
+    assert [block["type"] for block in message["content"]] == ["text", "tool_use"]
+
+
 async def test_calls_that_the_model_writes() -> None:
     expected = [("add", '{"a": 12}'), ("add", "{}")]
     (answer,) = await whole(FakeEngine(script=says(WRITTEN)))
