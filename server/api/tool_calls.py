@@ -20,9 +20,7 @@ _MISTRAL = "[TOOL_CALLS]"
 _LINES, _LINES_END = "<function_calls>", "</function_calls>"
 _BAR, _FUNCTOOLS = "<|tool_call|>", "functools["
 _OPENERS = ("<tool_call>", "<|python_tag|>", _MISTRAL, _LINES, _BAR, _FUNCTOOLS)
-_ALSO = {
-    _BAR: ("<tool_call>", _FUNCTOOLS)
-}  # what Granite 3.1 and Phi-4-mini write although only the key is their token
+_ALSO = {_BAR: ("<tool_call>", _FUNCTOOLS)}  # what Granite 3.1 and Phi-4-mini, which know the key, may write instead
 _CLOSERS = ("</tool_call>", "<|/tool_call|>")
 _FENCE, _FENCE_END = "```json", "```"  # around an object at the start, as Qwen2.5-Coder writes calls
 _THINK, _THINK_END = "<think>", "</think>"

@@ -9,14 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, told_apart
-from tightwire.server.api.request_bodies import (
-    UNSUPPORTED_EXTENSIONS,
-    ChatBody,
-    Effort,
-    Message,
-    Stop,
-    text_parts,
-)
+from tightwire.server.api.request_bodies import UNSUPPORTED_EXTENSIONS, ChatBody, Effort, Message, Stop, text_parts
 from tightwire.server.api.structured import Schema
 from tightwire.server.dialects import adapted
 from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message
