@@ -23,6 +23,8 @@ _NAMED = ("$defs", "definitions", "properties", "patternProperties")
 # gigabytes.
 _MAX_ITEMS = 10_000
 _MAX_DIVISOR = 20_000
+# Keywords that llguidance does not know, with values that allow everything. zod writes the first for each record.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {"propertyNames": (True, {}, {"type": "string"}), "uniqueItems": (False,)}
 _SEARCH_S = 0.5  # of CPU, for the innermost schema that is refused
 _NOT_INSTALLED = "needs the package llguidance, which is not installed on this server: `pip install llguidance`"
 
@@ -116,9 +118,10 @@ def _parsed(path: str, text: str) -> Schema:
 
 
 def _limit(path: str, schema: Schema) -> None:
-    """ApiError 400: a bound in this schema or in one inside it makes the grammar too large. Drops what allows all names."""
-    if schema.get("propertyNames", ...) in (True, {}, {"type": "string"}):
-        del schema["propertyNames"]  # zod writes it for each record
+    """ApiError 400: a bound in this schema or in one inside it makes the grammar too large. Drops what allows everything."""
+    for key, all_values in _WITHOUT_EFFECT.items():
+        if schema.get(key, ...) in all_values:
+            del schema[key]
     for key in ("minItems", "maxItems"):
         if isinstance(bound := schema.get(key), int | float) and bound > _MAX_ITEMS:
             raise invalid(f"{path}.{key} is {bound}; at most {_MAX_ITEMS} is possible", f"{path}.{key}")

@@ -111,9 +111,12 @@ async def test_a_schema_beside_the_type_json_object() -> None:
     assert json.loads(content) == {"a": 7}
 
 
-async def test_a_record_as_zod_writes_it() -> None:
+async def test_keywords_that_allow_everything() -> None:
+    """As zod writes a record, and C# an array."""
     record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "boolean"}}
-    schema = {"type": "object", "properties": {"r": record}, "required": ["r"], "additionalProperties": False}
+    flags = {"type": "array", "items": {"type": "boolean"}, "uniqueItems": False}
+    properties = {"r": record, "a": flags}
+    schema = {"type": "object", "properties": properties, "required": ["r"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}}
     (text,) = texts(await chat(SamplingEngine(), response_format=form, max_tokens=20))
     assert text.startswith('{"r": {')
