@@ -28,8 +28,12 @@ _BETWEEN = re.compile(r"(?:[\s,;\]}]|\[(?!T|\Z))*")  # two calls
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 _NAMED_CHARS = 200  # longer than a name and an id
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
-_MAYBE_PYTHONIC = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*)?")
+_PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.-]*\s*\(")
+_MAYBE_PYTHONIC = re.compile(r"\[\s*([A-Za-z_][\w.-]*\s*)?")
+_HYPHENATED = re.compile(
+    r"(?<![\w.-])[A-Za-z_][\w.]*(?:-[\w.]+)+(?=\s*\()"
+)  # a name, which Python reads as a difference
+_HYPHEN = "\u01c3"  # in place of its hyphens: a letter for Python
 
 
 class CallPiece(NamedTuple):
@@ -316,6 +320,7 @@ class _JsonNames(ast.NodeTransformer):
 def _parse_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:
     """Names and arguments of ``[f(a=1), g()]`` or of calls in lines; None if it is something else, or no argument is a literal."""
     try:
+        text = _HYPHENATED.sub(lambda name: name[0].replace("-", _HYPHEN), text)
         found = [each.value if isinstance(each, ast.Expr) else each for each in ast.parse(text).body]
         if len(found) == 1 and isinstance(found[0], ast.List):
             found = list(found[0].elts)
@@ -323,9 +328,8 @@ def _parse_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:
         for call in found:
             if not isinstance(call, ast.Call) or call.args:
                 return None
-            values = {each.arg or "": ast.literal_eval(_JsonNames().visit(each.value)) for each in call.keywords}
+            values = {kw.arg or "": ast.literal_eval(_JsonNames().visit(kw.value)) for kw in call.keywords}
             calls.append((ast.unparse(call.func), values))
-        json.dumps(calls, allow_nan=False)
+        return json.loads(json.dumps(calls, allow_nan=False).replace(json.dumps(_HYPHEN)[1:-1], "-"))
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
-    return calls

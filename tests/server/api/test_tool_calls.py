@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from tightwire.model.text.tokenizer import Tokenizer, byte_backend
 from tightwire.server.api.tool_calls import CallReader, openers_of, opens_thought
 
-NAMES = {"weather", "add", "geo.find"}
+NAMES = {"weather", "add", "geo.find", "find-in-page"}
 PARIS = '{"city": "Paris {]\\" \\\\", "days": [1, {"a": 2}]}'
 PARIS_CALL = ("weather", json.loads(PARIS))
 
@@ -62,6 +62,10 @@ def read(text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str
         ]),
         ('[add(a="]")] Done [1].', " Done [1].", [("add", {"a": "]"})]),
         ('So <tool_call></tool_call>{"name": "add", "arguments": {}}', 'So {"name": "add", "arguments": {}}', []),
+        ('[find-in-page(a="add-1 ()"), add()]', "", [("find-in-page", {"a": "add-1 ()"}), ("add", {})]),
+        ("<function_calls>find-in-page()\nadd(a=-1)</function_calls>", "", [("find-in-page", {}), ("add", {"a": -1})]),
+        ("[find-on-page(a=1)]", "[find-on-page(a=1)]", []),
+        ("[add - 1]", "[add - 1]", []),
         ("[unknown(a=1)] Done.", "[unknown(a=1)] Done.", []),
         # Mistral: a list, or names and arguments, with or without ids.
         (
