@@ -41,10 +41,12 @@ def official(path: str) -> Any:
     }[path]
 
 
-_NO_REASONING = "the served models do not reason"
 # Fields of the clients that have no effect here, and are not in ``IGNORED_FIELDS``: with --strict-fields they are refused.
 WITHOUT_EFFECT: dict[str, dict[str, str]] = {
-    "/v1/chat/completions": {"prompt_cache_options": "prefixes are cached without it"},
+    "/v1/chat/completions": {
+        "prompt_cache_options": "prefixes are cached without it",
+        "verbosity": "the served models have no verbosity to set",
+    },
     "/v1/completions": {},
     "/v1/responses": {
         "access_programs": "a program of OpenAI",
@@ -52,7 +54,6 @@ WITHOUT_EFFECT: dict[str, dict[str, str]] = {
         "image": "there are no image tools",
         "max_tool_calls": "the limit is for tools that OpenAI runs",
         "prompt_cache_options": "prefixes are cached without it",
-        "reasoning": _NO_REASONING,
         "truncation": "a conversation that does not fit is a 400",
     },
     "/v1/messages": {
@@ -60,7 +61,6 @@ WITHOUT_EFFECT: dict[str, dict[str, str]] = {
         "diagnostics": "cache misses have no diagnostics",
         "inference_geo": "the server is where it is",
         "speed": "there is one speed",
-        "thinking": _NO_REASONING,
         "user_profile_id": "a label",
         "workspace_id": "the client sends it as a header",
     },

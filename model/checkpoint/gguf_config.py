@@ -21,8 +21,7 @@ _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endofte
 
 def config_from_gguf(file: GgufFile) -> LlamaConfig:
     """Read sizes, rope and token ids; raises ModelError for anything that is missing or not supported."""
-    damaged = TypeError, ValueError, AttributeError, IndexError, OverflowError
-    with naming(file.path, "its metadata is damaged", *damaged):
+    with naming(file.path, "its metadata is damaged", TypeError, ValueError, AttributeError, IndexError, OverflowError):
         return _config_from_gguf(file)
 
 
@@ -141,9 +140,11 @@ def _scaling(file: GgufFile, rotary_dim: int, theta: float) -> RopeScaling:
             beta_fast=float(file.own("rope.scaling.yarn_beta_fast") or 32),
             beta_slow=float(file.own("rope.scaling.yarn_beta_slow") or 1),
         )
-    if kind in ("none", "longrope") or factor == 1.0:
-        return RopeScaling()
-    return RopeScaling(kind="linear", factor=factor)
+    length = file.size("context_length")
+    is_unsaid = kind == "longrope" or (kind, factor, file.own("attention.temperature_scale")) == (None, 1.0, None)
+    if is_unsaid and (original := file.own("rope.scaling.original_context_length", length)) < length:
+        raise ModelError(f"{_FACTORS[0]} is missing: how {original} positions became {length}; convert the model again")
+    return RopeScaling(kind="linear", factor=factor) if kind in (None, "linear") and factor != 1.0 else RopeScaling()
 
 
 def _numbers(file: GgufFile, name: str, rotary_dim: int) -> list[float]:
@@ -154,8 +155,7 @@ def _numbers(file: GgufFile, name: str, rotary_dim: int) -> list[float]:
 
 
 def _longrope(file: GgufFile, rotary_dim: int) -> RopeScaling:
-    original, length = file.size("rope.scaling.original_context_length"), file.size("context_length")
-    factor = length / original
+    factor = file.size("context_length") / (original := file.size("rope.scaling.original_context_length"))
     short, long = (tuple(map(shortest_float, _numbers(file, name, rotary_dim))) for name in _FACTORS)
     return RopeScaling(
         kind="longrope",

@@ -107,7 +107,7 @@ async def chat_token_ids(
         path = f"chat_template_kwargs.{taken[0]}"
         raise invalid(f"{path} is set by the server; use the field of this name, or leave it out", path)
     ending = {"add_generation_prompt": body.begins_message, "continue_final_message": body.continue_final_message}
-    variables: dict[str, Any] = body.chat_template_kwargs | ending
+    variables = body.template_variables | ending
 
     def encode() -> list[int]:
         plain, listed = [m.to_template() for m in messages], [tool.model_dump(exclude_none=True) for tool in tools]
@@ -180,7 +180,9 @@ class ChatDialect(Dialect[ChatBody]):
             return [delta.text] if delta.text else []
         if (reader := self._readers.get(delta.index)) is None:
             reader = self._readers[delta.index] = self._make_reader()
-        return reader.push(delta.text) + (reader.flush() if delta.finish_reason is not None else [])
+        found = reader.push(delta.text) + (reader.flush() if delta.finish_reason is not None else [])
+        parallel = self.body.parallel_tool_calls
+        return [piece for piece in found if parallel or isinstance(piece, str) or piece.call == 0]
 
     def piece(self, index: int, text: str, logprobs: Logprobs, finish_reason: str | None = None) -> ChatChunkChoice:
         return ChatChunkChoice(index, ChatDelta(content=text or UNSET), logprobs, finish_reason)

@@ -19,7 +19,8 @@ from tightwire.model.text.tokenizer import byte_characters
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Text of tool calls, although some tokenizers call them special.
-_OF_CALLS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+_OF_CALLS = ("<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>")
+_OF_CALLS += ("<function_calls>", "</function_calls>")
 _SPACE_MARK = "\u2581"
 _SENTENCEPIECE = [
     {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "},

@@ -1,9 +1,11 @@
 """Submits a request's sequences to the engine and turns tokens into text, for all dialects. Knows no JSON or HTTP."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
+
+from msgspec import structs
 
 from tightwire.model.sampling.parameters import SamplingParams, TokenScore
 from tightwire.server.api.detokenize import Detokenizer, StopStrings, TokenTable
@@ -12,6 +14,8 @@ from tightwire.server.api.request_bodies import GenerationBody
 from tightwire.server.api.trace import RequestTrace
 from tightwire.server.ipc.engine_client import EngineClient, EngineUnavailableError, QueueFullError
 from tightwire.server.ipc.messages import AddRequest, Output, PromptProgress
+
+_FAILED = ("error", "cancelled", "refused")
 
 
 class TokenEntry(NamedTuple):
@@ -73,7 +77,7 @@ class TokenSequence:
 
     def take(self, output: Output) -> Delta | None:
         """What becomes final with this output, if anything. Raises ApiError if the engine ended it with an error."""
-        if output.finish_reason in ("error", "cancelled", "refused"):
+        if output.finish_reason in _FAILED:
             self.finished = True
             raise _make_error(output)
         if not self._started:
@@ -147,6 +151,27 @@ def _make_error(output: Output) -> ApiError:
     return ApiError(500, f"the engine ended this request: {output.message or 'no reason given'}", code="engine_error")
 
 
+class _SharedScores:
+    """Gives each choice the scores of its prompt, which only the first one asks for. Outputs wait for them."""
+
+    def __init__(self, sequences: Iterable[TokenSequence], n: int) -> None:
+        self._n, self._wanted = n, n > 1 and any(each.params.prompt_logprobs is not None for each in sequences)
+        self._scores: dict[int, list[TokenScore | None]] = {}
+        self._held: dict[int, list[Output]] = {}
+
+    def release(self, output: Output, index: int) -> list[Output]:
+        """The outputs that need not wait any more. ``index``: of this one's sequence."""
+        if not self._wanted or output.finish_reason in _FAILED:
+            return [output]
+        if output.prompt_logprobs is not None:
+            self._scores[index // self._n] = output.prompt_logprobs
+        held = [*self._held.pop(index // self._n, ()), output]
+        if (scores := self._scores.get(index // self._n)) is None:
+            self._held[index // self._n] = held
+            return []
+        return [structs.replace(each, prompt_logprobs=scores) for each in held]
+
+
 async def generate(
     engine: EngineClient,
     sequences: Mapping[str, TokenSequence],
@@ -160,7 +185,7 @@ async def generate(
     Closing the generator early cancels the sequences that still run. QueueFullError, EngineUnavailableError: nothing
     was started, or the engine died meanwhile. ApiError: the engine ended a sequence with an error.
     """
-    running, accepted = dict(sequences), False
+    running, accepted, scores = dict(sequences), False, _SharedScores(sequences.values(), body.n)
     outcome = "cancelled"  # of sequences that still run at the end: the client disconnected, unless there was an error
     others = policy, body.cache_salt or "", take_adapter(), body.stream and body.tightwire.progress
     requests = [AddRequest(id_, s.prompt.token_ids, s.params, *others) for id_, s in sequences.items()]
@@ -168,24 +193,25 @@ async def generate(
     try:
         # Implementations are async generators; ``EngineClient`` promises their aclose.
         async with aclosing(cast(AsyncGenerator[Output, None], engine.submit(requests))) as outputs:
-            async for output in outputs:
+            async for arrived in outputs:
                 accepted = True
-                if (sequence := running.get(output.id)) is None:
-                    continue  # a stop string has already ended it
-                if output.progress is not None:
-                    yield Delta(sequence.index, progress=output.progress)
+                if arrived.progress is not None:
+                    yield Delta(sequences[arrived.id].index, progress=arrived.progress)
                     continue
-                trace.saw(output)
-                if (delta := sequence.take(output)) is None:
-                    continue
-                if delta.finish_reason is not None:
-                    del running[output.id]
-                    trace.ended(output.id, delta.finish_reason)
-                    if output.finish_reason is None:
-                        engine.cancel([output.id])
-                yield delta
-                if not running:
-                    return
+                for output in scores.release(arrived, sequences[arrived.id].index):
+                    if (sequence := running.get(output.id)) is None:
+                        continue  # a stop string has already ended it
+                    trace.saw(output)
+                    if (delta := sequence.take(output)) is None:
+                        continue
+                    if delta.finish_reason is not None:
+                        del running[output.id]
+                        trace.ended(output.id, delta.finish_reason)
+                        if output.finish_reason is None:
+                            engine.cancel([output.id])
+                    yield delta
+                    if not running:
+                        return
         raise ApiError(500, "the engine ended the stream without a finish reason", code="engine_error")
     except Exception as error:
         refused = isinstance(error, QueueFullError | EngineUnavailableError) and not accepted

@@ -70,7 +70,8 @@ def make_sequences(body: GenerationBody, model: ServedModel, prompts: Iterable[P
             scored = max(logprobs, scored or 0)
         for choice in range(body.n):
             own = (seed + choice + 2**63) % 2**64 - 2**63  # n answers to a seed near the end of int64 wrap around
-            params = body.sampling_params(max_tokens=max(asked, 1), seed=own, prompt_logprobs=scored, **shared)
+            once = scored if choice == 0 else None  # ``generate`` gives the scores to the other choices too
+            params = body.sampling_params(max_tokens=max(asked, 1), seed=own, prompt_logprobs=once, **shared)
             sequences.append(TokenSequence(len(sequences), prompt, params, body, model.tokens))
     return sequences
 
@@ -118,7 +119,8 @@ def _token_limit(body: GenerationBody, info: ModelInfo, num_prompt_tokens: int, 
         advice = f"must hold prompt and answer: shorten the prompt to at most {context - 1}"
         message = f"the prompt has {num_prompt_tokens} tokens; the model's context of {context} {advice}"
         raise invalid(message, body.text_param, "context_length_exceeded")
-    asked = min(body.default_tokens or room, room) if given is None else given
+    default = body.default_tokens or int(info.sampling.get("max_new_tokens", room))
+    asked = min(default, room) if given is None else given
     if asked > room:
         both = f"{num_prompt_tokens} prompt tokens and max_tokens={asked} exceed the model's {context}"
         message = f"{both}; shorten the prompt or ask for at most {room}"

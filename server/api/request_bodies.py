@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.api.fields import Fields, refusal
 from tightwire.server.api.structured import ResponseFormat, StructuredOutputs
-from tightwire.server.api.tools import Tool, ToolCall, ToolChoice
+from tightwire.server.api.tools import ToolCall, ToolChoice, Tools
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
@@ -45,8 +45,7 @@ UNSUPPORTED_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": (("none", "auto"), "tool_choice is the newer field with the same meaning"),
     "modalities": ((["text"],), "this server answers in text only"),
     "audio": ((), "this server answers in text only"),
-    "reasoning_effort": (("none",), "the served models have no reasoning effort to set"),
-    "verbosity": (("medium",), "the served models have no verbosity to set"),
+    "reasoning_effort": (("none",), "it is told to chat templates, so only chats have it"),
     "web_search_options": ((), "this server does not search the web"),
     "moderation": ((), "this server does not moderate"),
     "best_of": ((1,), "use n, logprobs, and pick the best answer yourself"),
@@ -114,6 +113,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 TokenId = Annotated[int, Field(ge=0, lt=_INT64)]
 TokenCount = Annotated[int, Field(ge=0, lt=2**31)]
 NumLogprobs = Annotated[int, Field(ge=0, le=20)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Body(Fields):
@@ -183,7 +183,7 @@ class SamplingBody(Body):
     )
 
     def set_missing(self, values: Mapping[str, float]) -> None:
-        for name in values.keys() - self.model_fields_set:
+        for name in (values.keys() & type(self).model_fields.keys()) - self.model_fields_set:
             setattr(self, name, values[name])
 
 
@@ -191,10 +191,11 @@ class GenerationBody(SamplingBody):
     """The fields that completions and chat completions share."""
 
     text_param: ClassVar[str]  # the field with the prompt, for error messages
-    default_tokens: ClassVar[int | None] = None  # an answer's limit without max_tokens; None: what fits the context
+    default_tokens: ClassVar[int | None] = None  # an answer's limit without max_tokens; None: the model's
 
     max_tokens: TokenCount | None = Field(
-        None, description="Most tokens of the answer. Default: what fits the context; in completions 16. 0 needs echo."
+        None,
+        description="Most tokens of the answer. Default: the model's max_new_tokens, else what fits the context; in completions 16. 0 needs echo.",
     )
     n: int = Field(1, ge=1, le=128, description="Answers per prompt.")
     stream_options: StreamOptions | None = None
@@ -294,7 +295,7 @@ class Message(Fields):
 
 
 class TemplateFields(Fields):
-    """The fields that decide how a conversation's prompt ends."""
+    """The fields that the chat template reads, beside messages and tools."""
 
     add_generation_prompt: bool | None = Field(
         None, description="Extension: end the prompt with the beginning of an answer. Default: unless it is continued."
@@ -303,6 +304,15 @@ class TemplateFields(Fields):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Extension: variables of the chat template, such as enable_thinking."
     )
+    reasoning_effort: Effort | None = Field(
+        None, description="A variable of the chat template; enable_thinking is false with none, else true."
+    )
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        thinking = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return thinking | self.chat_template_kwargs
 
     @property
     def begins_message(self) -> bool:
@@ -316,12 +326,12 @@ class ChatBody(GenerationBody, TemplateFields):
     max_completion_tokens: TokenCount | None = Field(None, description="The newer name of max_tokens.")
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = Field(None, description="Requires logprobs: true.")
-    tools: list[Tool] = Field(default_factory=list, max_length=128, description="Functions that the model may call.")
+    tools: Tools = Field(default_factory=list, description="Functions that the model may call.")
     tool_choice: ToolChoice = Field(
         "auto",
         description="none, auto: the model decides, required: it calls one or more, one tool by name, or allowed_tools.",
     )
-    parallel_tool_calls: bool = Field(True, description="With tool_choice required: several calls are allowed.")
+    parallel_tool_calls: bool = Field(True, description="False: an answer has one call at most.")
 
     @property
     def may_call_tools(self) -> bool:
@@ -349,6 +359,7 @@ class ChatBody(GenerationBody, TemplateFields):
 class TokenizeBody(Body, TemplateFields):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, description="In place of prompt.")
+    tools: Tools = Field(default_factory=list, description="Beside messages.")
     add_special_tokens: bool = Field(True, description="Applies to prompt; a chat template has its own.")
     return_token_strs: bool = False
 

@@ -29,7 +29,7 @@ class ModelInfo:
     weights: str = ""  # their packed formats, such as Q4_1+Q8_0; empty: not packed
     kernels: str = ""  # level of the CPU kernels, such as v4-bf16; empty on a GPU
     other_names: tuple[str, ...] = ()  # that clients may use as well
-    sampling: Mapping[str, float] = field(default_factory=dict)  # fields that a request leaves out
+    sampling: Mapping[str, float] = field(default_factory=dict)  # what a request leaves out; max_new_tokens: its limit
     default_seed: int = 0  # for requests without a seed; 0: a random seed per request
     created: int = field(default_factory=lambda: int(time.time()))
     adapters: Adapters = field(default_factory=Adapters)  # LoRA adapters, which change while the server runs

@@ -23,6 +23,8 @@ _NAMED = ("$defs", "definitions", "properties", "patternProperties")
 # gigabytes.
 _MAX_ITEMS = 10_000
 _MAX_DIVISOR = 20_000
+# Keywords that llguidance does not know, with values that allow everything. zod writes the first for each record.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {"propertyNames": (True, {}, {"type": "string"}), "uniqueItems": (False,)}
 _SEARCH_S = 0.5  # of CPU, for the innermost schema that is refused
 _NOT_INSTALLED = "needs the package llguidance, which is not installed on this server: `pip install llguidance`"
 
@@ -92,7 +94,7 @@ def checked_grammar(path: str, kind: Any, source: Any) -> str:
         if kind == "json" and isinstance(source, str):
             source = _parsed(path, source)
         if kind == "json":
-            _refuse_large(path, source)
+            _limit(path, source)
         if kind == "regex" and (len(source) - len(source.rstrip("\\"))) % 2:
             raise invalid(f"{path} ends with a \\ that escapes nothing", path)
         grammar = make_grammar(kind, source)
@@ -115,8 +117,11 @@ def _parsed(path: str, text: str) -> Schema:
         raise invalid(f"{path} is a text that is not valid JSON, or not an object: {error}", path) from None
 
 
-def _refuse_large(path: str, schema: Schema) -> None:
-    """ApiError 400: a bound in this schema or in one inside it makes the grammar too large."""
+def _limit(path: str, schema: Schema) -> None:
+    """ApiError 400: a bound in this schema or in one inside it makes the grammar too large. Drops what allows everything."""
+    for key, all_values in _WITHOUT_EFFECT.items():
+        if schema.get(key, ...) in all_values:
+            del schema[key]
     for key in ("minItems", "maxItems"):
         if isinstance(bound := schema.get(key), int | float) and bound > _MAX_ITEMS:
             raise invalid(f"{path}.{key} is {bound}; at most {_MAX_ITEMS} is possible", f"{path}.{key}")
@@ -126,7 +131,7 @@ def _refuse_large(path: str, schema: Schema) -> None:
             message = f"{path}.multipleOf is {divisor}; at most {_MAX_DIVISOR} is possible, times a power of ten"
             raise invalid(message, f"{path}.multipleOf")
     for name, part in _subschemas(schema):
-        _refuse_large(f"{path}.{name}", part)
+        _limit(f"{path}.{name}", part)
 
 
 def _innermost(root: Schema, path: str, schema: Schema, problem: str, deadline_s: float) -> tuple[str, str]:

@@ -1,9 +1,10 @@
 """Finds tool calls in the text of an answer, piece by piece.
 
-It reads ``<tool_call>`` with an object (Hermes, Qwen) or a list of objects (SmolLM2), an object at the start, in a fence or after
-``<|python_tag|>`` (Llama 3), ``[TOOL_CALLS]`` with a list of objects or ``name[ARGS]`` and an object (Mistral), and
-``[name(key=value)]`` at the start (Llama 3.2, "pythonic"). What is not a call of a known tool stays text, and so does all that
-a model thinks between ``<think>`` and ``</think>``.
+It reads ``<tool_call>`` with an object (Hermes, Qwen) or a list of objects (SmolLM2), ``<|tool_call|>`` (Granite 3, Phi-4-mini) and
+``functools`` (Phi-4-mini) with a list of objects, an object at the start, in a fence or after ``<|python_tag|>`` (Llama 3),
+``[TOOL_CALLS]`` with a list of objects or ``name[ARGS]`` and an object (Mistral), ``[name(key=value)]`` at the start (Llama 3.2,
+"pythonic"), and ``<function_calls>`` with a line ``name(key=value)`` for each call (OLMo 3). What is not a call of a known tool
+stays text, and so does all that a model thinks between ``<think>`` and ``</think>``.
 """
 
 import ast
@@ -16,16 +17,23 @@ from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.server.api.detokenize import possible_start
 
 _MISTRAL = "[TOOL_CALLS]"
-_OPENERS = ("<tool_call>", "<|python_tag|>", _MISTRAL)
-_CLOSER = "</tool_call>"
+_LINES, _LINES_END = "<function_calls>", "</function_calls>"
+_BAR, _FUNCTOOLS = "<|tool_call|>", "functools["
+_OPENERS = ("<tool_call>", "<|python_tag|>", _MISTRAL, _LINES, _BAR, _FUNCTOOLS)
+_ALSO = {_BAR: ("<tool_call>", _FUNCTOOLS)}  # what Granite 3.1 and Phi-4-mini, which know the key, may write instead
+_CLOSERS = ("</tool_call>", "<|/tool_call|>")
 _FENCE, _FENCE_END = "```json", "```"  # around an object at the start, as Qwen2.5-Coder writes calls
 _THINK, _THINK_END = "<think>", "</think>"
 _BETWEEN = re.compile(r"(?:[\s,;\]}]|\[(?!T|\Z))*")  # two calls
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
 _NAMED_CHARS = 200  # longer than a name and an id
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
-_MAYBE_PYTHONIC = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*)?")
+_PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.-]*\s*\(")
+_MAYBE_PYTHONIC = re.compile(r"\[\s*([A-Za-z_][\w.-]*\s*)?")
+_HYPHENATED = re.compile(
+    r"(?<![\w.-])[A-Za-z_][\w.]*(?:-[\w.]+)+(?=\s*\()"
+)  # a name, which Python reads as a difference
+_HYPHEN = "\u01c3"  # in place of its hyphens: a letter for Python
 
 
 class CallPiece(NamedTuple):
@@ -62,6 +70,7 @@ class CallReader:
         self._text, self._num_chars = "", 0  # not read yet; of the whole answer so far
         self.text_ends: list[int] = []  # where the last pieces of text end in the answer
         self._at_start, self._in_calls = True, False
+        self._num_tried = 0  # characters of a list of Python calls in which its end was looked for
         self._skipped = ""  # read since the last call; text after all, if no call follows
         self._call: _OpenCall | None = None
 
@@ -126,6 +135,7 @@ class CallReader:
             at, self._skipped = min(found)
             before, self._text = self._text[:at], self._text[at:]
             if not self._is_blank_between(before):
+                self._at_start = False
                 yield before
             self._in_calls, self._text = True, self._text.removeprefix(self._skipped)
             return
@@ -146,6 +156,9 @@ class CallReader:
         return not text.strip() and (self._at_start or self.num_calls > 0)
 
     def _between_calls(self, at_end: bool) -> Iterator[Piece]:
+        if self._skipped == _LINES:
+            yield from self._python_lines(at_end)
+            return
         rest = _BETWEEN.sub("", self._text, count=1)
         skipped = self._skipped + self._text[: len(self._text) - len(rest)]
         if rest.startswith("{"):
@@ -167,12 +180,12 @@ class CallReader:
     def _may_begin(self, rest: str) -> bool:
         """True if more text may make ``rest`` the beginning of a call or the end of one."""
         is_name = self._skipped == _MISTRAL and "{" not in rest and len(rest) < _NAMED_CHARS
-        return is_name or any(mark.startswith(rest) for mark in (*self._closers, *self._openers))
+        return is_name or any(mark.startswith(rest) for mark in (*self._closers, *self._openers, "["))
 
     @property
     def _closers(self) -> tuple[str, ...]:
         """The marks that end calls. A fence around what is no call is text."""
-        return (_CLOSER, _FENCE_END) if self.num_calls else (_CLOSER,)
+        return (*_CLOSERS, _FENCE_END) if self.num_calls else _CLOSERS
 
     def _begin(self, name: str, arguments: Any = "") -> CallPiece:
         """The first piece of the next call; the marks before it are no text. Half of a surrogate pair stays escaped."""
@@ -210,12 +223,27 @@ class CallReader:
 
     def _pythonic(self, stripped: str, at_end: bool) -> Iterator[Piece]:
         """A list of Python calls is read as a whole, because its end decides what it is."""
-        calls = _parse_python(stripped.rstrip())
-        if calls is None and not at_end:
-            return
-        self._text, self._at_start = "", False
-        if calls is None or any(name not in self._names for name, _ in calls):
+        while end := stripped.find("]", self._num_tried) + 1:
+            self._num_tried = end
+            if (calls := _parse_python(stripped[:end])) is not None:
+                self._text, self._at_start = stripped[end:], False
+                yield from self._python_calls(calls, stripped[:end])
+                return
+        if at_end:
+            self._text, self._at_start = "", False
             yield stripped
+
+    def _python_lines(self, at_end: bool) -> Iterator[Piece]:
+        """Calls up to the end mark, or to the answer's end without it."""
+        lines, end, rest = self._text.partition(_LINES_END)
+        if end or at_end:
+            self._in_calls, self._text, self._skipped, self._at_start = False, rest, "", False
+            yield from self._python_calls(_parse_python(re.sub(r"\n\s+", "\n", lines.strip())), _LINES + lines + end)
+
+    def _python_calls(self, calls: list[tuple[str, dict[str, Any]]] | None, text: str) -> Iterator[Piece]:
+        """The calls; the text that they were read from if there are none, or one is of no known tool."""
+        if calls is None or any(name not in self._names for name, _ in calls):
+            yield text
         else:
             yield from (self._begin(name, arguments) for name, arguments in calls)
 
@@ -271,8 +299,9 @@ class _OpenCall:
 def openers_of(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Return the marks of calls that the model knows, from its chat template and its tokens; all where they name none."""
     template, id_of = tokenizer.tool_template or tokenizer.chat_template or "", tokenizer.backend.token_to_id
-    known = tuple(mark for mark in _OPENERS if mark in template or id_of(mark) is not None)
-    return known if known and tokenizer.template_writes_tools else _OPENERS
+    known = {mark for mark in _OPENERS if mark in template or id_of(mark) is not None}
+    known = known.union(*(_ALSO.get(mark, ()) for mark in known))
+    return tuple(known) if known and tokenizer.template_writes_tools else _OPENERS
 
 
 def opens_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
@@ -280,19 +309,27 @@ def opens_thought(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
     return tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False).rstrip().endswith(_THINK)
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Reads JSON's names of constants as Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        constants = {"true": True, "false": False, "null": None}
+        return ast.Constant(constants[node.id]) if node.id in constants else node
+
+
 def _parse_python(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """Names and arguments of ``[f(a=1), g()]``, or None if it is no complete list of calls with literal arguments."""
+    """Names and arguments of ``[f(a=1), g()]`` or of calls in lines; None if it is something else, or no argument is a literal."""
     try:
-        found = ast.parse(text, mode="eval").body
-        if not isinstance(found, ast.List):
-            return None
+        text = _HYPHENATED.sub(lambda name: name[0].replace("-", _HYPHEN), text)
+        found = [each.value if isinstance(each, ast.Expr) else each for each in ast.parse(text).body]
+        if len(found) == 1 and isinstance(found[0], ast.List):
+            found = list(found[0].elts)
         calls: list[tuple[str, dict[str, Any]]] = []
-        for call in found.elts:
+        for call in found:
             if not isinstance(call, ast.Call) or call.args:
                 return None
-            arguments = {keyword.arg or "": ast.literal_eval(keyword.value) for keyword in call.keywords}
-            calls.append((ast.unparse(call.func), arguments))
-        json.dumps(calls, allow_nan=False)
+            values = {kw.arg or "": ast.literal_eval(_JsonNames().visit(kw.value)) for kw in call.keywords}
+            calls.append((ast.unparse(call.func), values))
+        return json.loads(json.dumps(calls, allow_nan=False).replace(json.dumps(_HYPHEN)[1:-1], "-"))
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
-    return calls

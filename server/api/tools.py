@@ -2,10 +2,10 @@
 
 import json
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, Field, GetPydanticSchema, Tag, ValidationInfo
+from pydantic import AfterValidator, Field, GetPydanticSchema, PrivateAttr, Tag, ValidationInfo
 
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, is_nested_deeply, refusal, told_apart
@@ -44,6 +44,23 @@ class Function(Fields):
 class Tool(Fields):
     type: Literal["function"]
     function: Function
+    _path: str = PrivateAttr("")
+
+    @property
+    def path(self) -> str:
+        """Where the schema of the arguments stands in the request."""
+        return self._path
+
+    def at(self, path: str) -> Self:
+        self._path = path
+        return self
+
+
+def _placed(tools: list[Tool]) -> list[Tool]:
+    return [tool.at(f"tools[{index}].function.parameters") for index, tool in enumerate(tools)]
+
+
+Tools = Annotated[list[Tool], Field(max_length=128), AfterValidator(_placed)]
 
 
 class CalledFunction(Fields):
@@ -103,10 +120,9 @@ def check_tools(tools: list[Tool], choice: str) -> None:
     names = [tool.function.name for tool in tools]
     if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise invalid(f"tools has two functions with the name {twice!r}", "tools")
-    for index, tool in enumerate(tools):
+    for tool in tools:
         if (kind := (tool.function.parameters or {}).get("type", "object")) not in ("object", ["object"]):
-            path = f"tools[{index}].function.parameters"
-            raise invalid(f"{path}.type is {str(kind)[:40]!r}; arguments are an object", f"{path}.type")
+            raise invalid(f"{tool.path}.type is {str(kind)[:40]!r}; arguments are an object", f"{tool.path}.type")
     if choice == "required" and not tools:
         raise invalid('tool_choice "required" needs tools', "tool_choice")
     if choice.startswith("=") and choice[1:] not in names:
@@ -119,7 +135,7 @@ def tool_grammar(tools: list[Tool], choice: str, *, parallel: bool) -> str:
     indexes = {tool.function.name: index for index, tool in enumerate(tools)}
     for name, index in indexes.items():
         if choice in ("required", "=" + name):
-            grammar = checked_grammar(f"tools[{index}].function.parameters", "json", _parameters(tools[index]))
+            grammar = checked_grammar(tools[index].path, "json", _parameters(tools[index]))
             if choice != "required":
                 return grammar
     # With an id a schema's references to its own root stay its own. Drafts before 2019 ignore an id beside a reference.

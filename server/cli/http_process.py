@@ -15,7 +15,7 @@ from tightwire.model.text.tokenizer import Tokenizer
 from tightwire.parent_death import end_signals, process_age_s
 from tightwire.progress import Progress
 from tightwire.server.api.answer import unless
-from tightwire.server.api.errors import ApiError
+from tightwire.server.api.errors import ApiError, invalid
 from tightwire.server.api.lora import Adapters
 from tightwire.server.api.request_bodies import SamplingBody
 from tightwire.server.api.serving import ModelHolder, ModelInfo
@@ -35,7 +35,7 @@ from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
 from tightwire.sizes import format_bytes
 
 # The fields of generation_config.json that vLLM takes as well.
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 # How long /health gives the reason before this process exits after a rank failure.
 _LAST_WORDS_S = 1.0
 # A wrapper and the terminal may each forward the same signal; a second Ctrl-C by a person takes longer.
@@ -170,15 +170,17 @@ class _Server:
 
 
 def take_defaults(config: ServeConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[str, float]:
-    """Compile the chat templates; return the sampling fields of the model's generation_config.json. ValueError: one is refused."""
+    """Compile the chat templates; return the fields of the model's generation_config.json that requests may lack. ValueError: one is refused."""
     if (flag := config.http.chat_template) is not None:
         tokenizer.use_template(read_template(flag), f"--chat-template {flag}")
     if tokenizer.chat_template is not None:
         _ = tokenizer.templates  # compiled now, so that a damaged one is refused
-    names = _SAMPLING if config.http.generation_config == "auto" else ()
+    names = _DEFAULTS if config.http.generation_config == "auto" else ()
     given = {name: checkpoint.generation[name] for name in names if checkpoint.generation.get(name) is not None}
     try:
         check_fields(given, SamplingBody)
+        if type(limit := given.get("max_new_tokens", 1)) is not int or limit < 1:
+            raise invalid(f"max_new_tokens is {limit!r:.40}, and should be a number of tokens")
     except ApiError as error:
         raise ValueError(f"generation_config.json: {error}; --generation-config none leaves it out") from None
     return given

@@ -22,6 +22,8 @@ VLLM = {
     "--load-format": "leave it out: the format is read from the files; random weights are --model random:SHAPE",
     "--tokenizer": "leave it out: the tokenizer is the model's own",
     "--trust-remote-code": "leave it out: no code of a model is run",
+    "--enable-auto-tool-choice --tool-call-parser": "leave it out: calls are found in the forms of docs/api.md that the model knows",
+    "--reasoning-parser": "leave it out: what a model thinks is part of the content",
     "--root-path": "leave it out",
     "--allowed-origins": "--cors-origin",
 }

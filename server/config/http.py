@@ -38,8 +38,8 @@ class HttpOptions:
     )
     generation_config: str = option(
         "auto",
-        "values of temperature, top_p, top_k, min_p and repetition_penalty where a request has none. auto: those of the model's "
-        "generation_config.json; none: OpenAI's",
+        "values of temperature, top_p, top_k, min_p and repetition_penalty, and a chat's most tokens (max_new_tokens), where a "
+        "request has none. auto: those of the model's generation_config.json; none: OpenAI's, and what fits the context",
         ("auto", "none"),
     )
     cors_origin: tuple[str, ...] = option(

@@ -6,7 +6,7 @@ stream, so the two never differ.
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from msgspec import Struct
@@ -50,10 +50,6 @@ class AdaptedBody(SamplingBody):
     def to_chat(self) -> ChatBody:
         """The chat that this body asks for. Raises ApiError 400."""
 
-    @abstractmethod
-    def functions(self) -> Mapping[int, Any]:
-        """The tools that the answer may call, by their place in ``tools``."""
-
     def ignored_values(self) -> Iterator[tuple[str, str]]:
         if self.tightwire.progress:
             yield PROGRESS  # these APIs have no event for it
@@ -82,9 +78,9 @@ def add_call(messages: list[Message], call_id: str, name: str, arguments: str) -
     messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
 
 
-def chat_tool(name: str, description: str | None, parameters: Schema | None) -> Tool:
+def chat_tool(path: str, name: str, description: str | None, parameters: Schema | None) -> Tool:
     function = Function.model_construct(name=name, description=description, parameters=parameters)
-    return Tool.model_construct(type="function", function=function)
+    return Tool.model_construct(type="function", function=function).at(path)
 
 
 def schema_format(schema: Schema) -> ResponseFormat:
@@ -96,11 +92,9 @@ class AdaptedDialect(ChatDialect):
     """Splits an answer into parts, each a text or a call, and lets the API open, extend and close them."""
 
     own_names: ClassVar[Sequence[tuple[str, str]]]  # a pattern of a chat's field, and the field's name in this API
-    parameters_name: ClassVar[str]  # the field of a tool with the schema of its arguments
 
     def __init__(self, asked: AdaptedBody, model: ServedModel) -> None:
         super().__init__(asked.to_chat(), model)
-        self._tool_indexes = list(asked.functions())
         self._open: int | None = None  # the number of the open part's call
         self.num_calls, self.finish_reason = 0, ""
         self.stop_string: str | None = None
@@ -168,8 +162,4 @@ class AdaptedDialect(ChatDialect):
     def _own(self, text: str) -> str:
         for pattern, name in self.own_names:
             text = re.sub(rf"^{pattern}\b|(?<= ){pattern}(?=[=\[.])", name, text)
-        return re.sub(
-            r"\btools\[(\d+)\]\.function\.parameters",
-            lambda found: f"tools[{self._tool_indexes[int(found[1])]}].{self.parameters_name}",
-            text,
-        )
+        return text

@@ -108,7 +108,6 @@ class MessagesDialect(AdaptedDialect):
         (r"response_format\.json_schema\.schema", "output_config.format.schema"),
         ("response_format", "output_config.format"),
     )
-    parameters_name = "input_schema"
 
     def __init__(self, asked: MessagesBody, model: ServedModel) -> None:
         super().__init__(asked, model)

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from tightwire.server.api.errors import invalid
 from tightwire.server.api.fields import Fields, told_apart
-from tightwire.server.api.request_bodies import UNSUPPORTED_EXTENSIONS, ChatBody, Message, Stop, text_parts
+from tightwire.server.api.request_bodies import UNSUPPORTED_EXTENSIONS, ChatBody, Effort, Message, Stop, text_parts
 from tightwire.server.api.structured import Schema
 from tightwire.server.dialects import adapted
 from tightwire.server.dialects.adapted import OtherTool, other_tools, text_message
@@ -110,7 +110,7 @@ _Tool = Annotated[
 class ToolSelection(Fields):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, description="With the type tool.")
-    disable_parallel_tool_use: bool = Field(False, description="With the type any: exactly one call.")
+    disable_parallel_tool_use: bool = Field(False, description="An answer has one call at most.")
 
 
 class OutputFormat(Fields):
@@ -120,10 +120,17 @@ class OutputFormat(Fields):
 
 class OutputConfig(Fields):
     format: OutputFormat | None = None
+    effort: Effort | None = Field(None, description="As reasoning_effort of chat completions.")
+
+
+class Thinking(Fields):
+    type: str
+    budget_tokens: Any = Field(None, description="Accepted and ignored.")
+    display: Any = Field(None, description="Accepted and ignored.")
 
 
 class MessagesBody(adapted.AdaptedBody):
-    """``thinking`` and ``cache_control`` are ignored; cached prefixes are found without them."""
+    """``cache_control`` is ignored; cached prefixes are found without it."""
 
     unsupported: ClassVar[Any] = UNSUPPORTED
 
@@ -134,17 +141,21 @@ class MessagesBody(adapted.AdaptedBody):
     system: _TextBlocks | None = None
     tools: list[_Tool] = Field(default_factory=list, max_length=1024, description="Only tools with a schema are used.")
     tool_choice: ToolSelection | None = None
-
-    def functions(self) -> dict[int, CustomTool]:
-        """The tools that the answer may call, by their place in ``tools``."""
-        return {index: tool for index, tool in enumerate(self.tools) if isinstance(tool, CustomTool)}
+    thinking: Thinking | None = Field(
+        None, description="disabled: as the effort none; other types: as output_config.effort, high without one."
+    )
 
     def ignored_values(self) -> Iterator[tuple[str, str]]:
         yield from super().ignored_values()
         yield from other_tools(self.tools)
 
     def to_chat(self) -> ChatBody:
-        chosen, functions = self.tool_choice or ToolSelection.model_construct(type="auto"), self.functions().values()
+        chosen = self.tool_choice or ToolSelection.model_construct(type="auto")
+        functions = [
+            adapted.chat_tool(f"tools[{index}].input_schema", tool.name, tool.description, tool.input_schema)
+            for index, tool in enumerate(self.tools)
+            if isinstance(tool, CustomTool)
+        ]
         if (chosen.type == "tool") != (chosen.name is not None):
             raise invalid("tool_choice.name belongs to the type tool, and that type needs it", "tool_choice.name")
         if chosen.type == "any" and not functions:
@@ -153,15 +164,19 @@ class MessagesBody(adapted.AdaptedBody):
         messages = self._messages()
         last = messages[-1]
         form = self.output_config.format if self.output_config is not None else None
+        effort = self.output_config.effort if self.output_config is not None else None
+        if self.thinking is not None:
+            effort = "none" if self.thinking.type == "disabled" else effort or "high"
         return self.make_chat(
             messages=messages,
-            tools=[adapted.chat_tool(tool.name, tool.description, tool.input_schema) for tool in functions],
+            tools=functions,
             tool_choice=choices[chosen.type],
             parallel_tool_calls=not chosen.disable_parallel_tool_use,
             continue_final_message=last.role == "assistant" and not last.tool_calls and bool(last.content),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
             response_format=adapted.schema_format(form.schema_) if form is not None else None,
+            reasoning_effort=effort,
         )
 
     def _messages(self) -> list[Message]:

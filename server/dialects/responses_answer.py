@@ -72,7 +72,7 @@ class IncompleteDetails(Struct, frozen=True):
 
 
 class Reasoning(Struct, frozen=True):
-    effort: None = None
+    effort: str | None = None
     summary: None = None
 
 
@@ -103,13 +103,13 @@ class ResponseBody(Struct, kw_only=True):
     metadata: dict[str, str]
     safety_identifier: str | None
     prompt_cache_key: str | None
-    # Constants: nothing is stored, reasoned or truncated here.
+    reasoning: Reasoning
+    # Constants: nothing is stored or truncated here.
     max_tool_calls: None = None
     previous_response_id: None = None
     store: bool = False
     background: bool = False
     truncation: str = "disabled"
-    reasoning: Reasoning = Reasoning()
     service_tier: str = "default"
     tightwire: Extra = UNSET
 
@@ -193,7 +193,6 @@ class ResponsesDialect(AdaptedDialect):
         ("max_tokens", "max_output_tokens"),
         ("messages", "input"),
     )
-    parameters_name = "parameters"
 
     def __init__(self, asked: ResponsesBody, model: ServedModel) -> None:
         super().__init__(asked, model)
@@ -207,6 +206,7 @@ class ResponsesDialect(AdaptedDialect):
             text={"format": {"type": "text"}} | text,
             tools=[optional | tool.model_dump() for tool in asked.functions().values()],
             top_logprobs=asked.top_logprobs or 0,
+            reasoning=Reasoning(self.body.reasoning_effort),
             **asked.model_dump(include=_REPEATED, warnings=False),  # of choices, which are told apart by their JSON
         )
         self._count = count().__next__  # the number of the next event

@@ -126,6 +126,12 @@ class TextOptions(Fields):
     verbosity: str | None = Field(None, description="Accepted and ignored.")
 
 
+class ReasoningOptions(Fields):
+    effort: request_bodies.Effort | None = None
+    summary: Any = Field(None, description="Accepted and ignored.")
+    generate_summary: Any = Field(None, description="Accepted and ignored.")
+
+
 class FunctionTool(Fields):
     type: Literal["function"]
     name: Name
@@ -158,20 +164,24 @@ _Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_
 
 
 class ResponsesBody(adapted.AdaptedBody):
-    """``store`` is always false. ``reasoning``, ``truncation`` and ``service_tier`` are ignored."""
+    """``store`` is always false. ``truncation`` and ``service_tier`` are ignored."""
 
     unsupported: ClassVar[Any] = UNSUPPORTED
 
     input: Input
     instructions: str | None = Field(None, description="A system message before the input.")
     max_output_tokens: int | None = Field(
-        None, ge=1, lt=2**31, description="Most tokens of the answer. Default: what fits the context."
+        None,
+        ge=1,
+        lt=2**31,
+        description="Most tokens of the answer. Default: the model's max_new_tokens, else what fits the context.",
     )
     stop: Stop = Field(default_factory=list, description="Extension.")
     text: TextOptions | None = Field(None, description="The form of the answer.")
+    reasoning: ReasoningOptions | None = Field(None, description="effort: reasoning_effort of chat completions.")
     tools: list[AnyTool] = Field(default_factory=list, max_length=128, description="Only functions are used.")
     tool_choice: _Choice = Field("auto", description="As in chat completions.")
-    parallel_tool_calls: bool = Field(True, description="With tool_choice required: several calls are allowed.")
+    parallel_tool_calls: bool = Field(True, description="False: an answer has one call at most.")
     include: list[str] = Field(default_factory=list, description=f"{LOGPROBS}; others are ignored.")
     top_logprobs: request_bodies.NumLogprobs | None = None
     stream_options: request_bodies.StreamOptions | None = Field(None, description="Accepted and ignored.")
@@ -184,6 +194,7 @@ class ResponsesBody(adapted.AdaptedBody):
         yield from other_tools(self.tools)
 
     def functions(self) -> dict[int, FunctionTool]:
+        """The tools that the answer may call, by their place in ``tools``."""
         functions = {index: tool for index, tool in enumerate(self.tools) if isinstance(tool, FunctionTool)}
         if isinstance(self.tool_choice, AllowedChoice):
             names = [tool.get("name") for tool in self.tool_choice.tools if tool.get("type") == "function"]
@@ -191,18 +202,21 @@ class ResponsesBody(adapted.AdaptedBody):
         return functions
 
     def to_chat(self) -> ChatBody:
-        functions = self.functions().values()
         wants_logprobs = LOGPROBS in self.include or bool(self.top_logprobs)
         return self.make_chat(
             messages=self._messages(),
             max_tokens=self.max_output_tokens,
             stop=self.stop,
             response_format=self._format(),
-            tools=[adapted.chat_tool(tool.name, tool.description, tool.parameters) for tool in functions],
+            tools=[
+                adapted.chat_tool(f"tools[{index}].parameters", tool.name, tool.description, tool.parameters)
+                for index, tool in self.functions().items()
+            ],
             tool_choice=self._chat_choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             logprobs=wants_logprobs,
             top_logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
+            reasoning_effort=self.reasoning and self.reasoning.effort,
         )
 
     def _messages(self) -> list[Message]:

@@ -94,7 +94,7 @@ def api_router(serving: Serving) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            ids = await chat_token_ids(model, body.messages, body)
+            ids = await chat_token_ids(model, body.messages, body, body.tools)
         else:
             text = body.prompt or ""
             ids = await run_off_loop(lambda: model.tokenizer.encode(text, body.add_special_tokens), len(text))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.model.broken_gguf import Parts, number, numbers, text
 
-from tightwire.model.checkpoint.config import LlamaConfig
+from tightwire.model.checkpoint.config import LlamaConfig, RopeScaling
 from tightwire.model.checkpoint.errors import ModelError
 from tightwire.model.checkpoint.gguf import GgufFile
 from tightwire.model.checkpoint.gguf_config import config_from_gguf
@@ -63,6 +63,18 @@ def test_temperatures_of_attention_limit_the_context_to_where_they_are_1(tmp_pat
     assert config_of(tmp_path / "m.gguf", "mistral3", **given).max_positions == 64
     given["attention__temperature_scale"] = number(0.0, "f")
     assert config_of(tmp_path / "m.gguf", "mistral3", **given).max_positions == 512
+
+
+@pytest.mark.parametrize("kind", [None, "longrope"])
+def test_a_longer_context_without_its_factors_is_refused(kind: str | None, tmp_path: Path) -> None:
+    given = {"rope__scaling__original_context_length": number(64)}
+    given |= {"rope__scaling__type": text(kind), "rope__scaling__factor": number(8.0, "f")} if kind else {}
+    with pytest.raises(
+        ModelError, match=r"rope_factors_short\.weight is missing: how 64 positions became 512; convert"
+    ):
+        config_of(tmp_path / "m.gguf", "phi3", **given)
+    given["rope__scaling__original_context_length"] = number(512)
+    assert config_of(tmp_path / "m.gguf", "phi3", **given).rope_scaling == RopeScaling()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from tightwire.model.text.tokenizer import Tokenizer, byte_backend
 from tightwire.server.api.tool_calls import CallReader, openers_of, opens_thought
 
-NAMES = {"weather", "add", "geo.find"}
+NAMES = {"weather", "add", "geo.find", "find-in-page"}
 PARIS = '{"city": "Paris {]\\" \\\\", "days": [1, {"a": 2}]}'
 PARIS_CALL = ("weather", json.loads(PARIS))
 
@@ -60,6 +60,13 @@ def read(text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str
             ("weather", {"city": "Paris", "days": [1]}),
             ("geo.find", {"ok": True, "at": None}),
         ]),
+        ('[add(a="]")] Done [1].', " Done [1].", [("add", {"a": "]"})]),
+        ('So <tool_call></tool_call>{"name": "add", "arguments": {}}', 'So {"name": "add", "arguments": {}}', []),
+        ('[find-in-page(a="add-1 ()"), add()]', "", [("find-in-page", {"a": "add-1 ()"}), ("add", {})]),
+        ("<function_calls>find-in-page()\nadd(a=-1)</function_calls>", "", [("find-in-page", {}), ("add", {"a": -1})]),
+        ("[find-on-page(a=1)]", "[find-on-page(a=1)]", []),
+        ("[add - 1]", "[add - 1]", []),
+        ("[unknown(a=1)] Done.", "[unknown(a=1)] Done.", []),
         # Mistral: a list, or names and arguments, with or without ids.
         (
             f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}, "id": "a1b2c3d4e"}}]',
@@ -80,6 +87,34 @@ def read(text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str
         ("[TOOL_CALLS]add[ARGS]a = 1", "[TOOL_CALLS]add[ARGS]a = 1", []),
         ("[TOOL_CALLS]weather[AR", "[TOOL_CALLS]weather[AR", []),
         ("[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+        # Granite 3, with keys of its own; Phi-4-mini.
+        (f'<|tool_call|>[{{"name": "weather", "arguments": {PARIS}, "label": "$1"}}]', "", [PARIS_CALL]),
+        (
+            f'Well.\n<|tool_call|> [ {{"name": "weather", "arguments": {PARIS}}},{{"name": "add", "parameters": {{}}}} ]<|/tool_call|>',
+            "Well.\n",
+            [PARIS_CALL, ("add", {})],
+        ),
+        (f'functools[{{"name": "weather", "arguments": {PARIS}}}]', "", [PARIS_CALL]),
+        ("<|tool_call|>[add]<|/tool_call|>", "<|tool_call|>[add]<|/tool_call|>", []),
+        ("Use functools[0], functools.", "Use functools[0], functools.", []),
+        # OLMo 3.
+        (
+            'Sure.\n<function_calls>weather(city="Pa)\\nris</", days=[1, {"a": null}])\n\n  geo.find(ok=true, at=None, no=false)\n'
+            + "</function_calls>",
+            "Sure.\n",
+            [
+                ("weather", {"city": "Pa)\nris</", "days": [1, {"a": None}]}),
+                ("geo.find", {"ok": True, "at": None, "no": False}),
+            ],
+        ),
+        ("<function_calls>\nadd(a=1)", "", [("add", {"a": 1})]),
+        ("<function_calls>add()</function_calls> <function_calls>add(a=-1)</function_calls>Done.", "Done.", [
+            ("add", {}),
+            ("add", {"a": -1}),
+        ]),
+        ("<function_calls>add(a=b)</function_calls>.", "<function_calls>add(a=b)</function_calls>.", []),
+        ("<function_calls>add()\nunknown()</function_calls>", "<function_calls>add()\nunknown()</function_calls>", []),
+        ("<function_calls>add(a=", "<function_calls>add(a=", []),
         # Qwen: what it thinks is text, and so are calls in it.
         (
             '<think>\nI <tool_call>{"name": "add", "arguments": {}}</tool_call>?\n</think>\n\n'
@@ -180,12 +215,19 @@ def test_marks_that_a_model_does_not_know_are_text(size: int) -> None:
     assert read(call, size, openers=("<tool_call>",)) == (call, [])
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_list_after_the_only_mark_that_a_model_knows(size: int) -> None:
+    text = '<tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>'
+    assert read(text, size, openers=("<tool_call>",)) == ("", [("add", '{"a": 1}')])
+
+
 def _tokenizer(template: str, *tokens: str) -> Tokenizer:
     backend = byte_backend(300)
     backend.add_special_tokens([AddedToken(token, special=True) for token in tokens])
     return Tokenizer(backend, chat_template=template, special_tokens={}, bos_token_id=None, eos_token_ids=())
 
 
+ALL = {"<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<function_calls>", "<|tool_call|>", "functools["}
 WRITES_TOOLS = "{{ tools }}{{ messages[0].content }}"
 
 
@@ -195,9 +237,11 @@ WRITES_TOOLS = "{{ tools }}{{ messages[0].content }}"
         (WRITES_TOOLS + "<tool_call>", (), {"<tool_call>"}),
         (WRITES_TOOLS, ("[TOOL_CALLS]",), {"[TOOL_CALLS]"}),
         (WRITES_TOOLS + "[TOOL_CALLS]", ("<|python_tag|>",), {"[TOOL_CALLS]", "<|python_tag|>"}),
-        (WRITES_TOOLS, (), {"<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"}),
+        (WRITES_TOOLS + "<function_calls>", (), {"<function_calls>"}),
+        (WRITES_TOOLS, ("<|tool_call|>",), {"<|tool_call|>", "<tool_call>", "functools["}),
+        (WRITES_TOOLS, (), ALL),
         # A template that ignores tools gets a prompt that asks for <tool_call>.
-        ("{{ messages[0].content }}", ("[TOOL_CALLS]",), {"<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"}),
+        ("{{ messages[0].content }}", ("[TOOL_CALLS]",), ALL),
     ],
 )
 def test_template_and_tokens_choose_the_marks(template: str, tokens: tuple[str, ...], openers: set[str]) -> None:

@@ -53,6 +53,11 @@ def test_sampling_defaults_template_and_names(tmp_path: Path) -> None:
     ("generation", "flags", "reason"),
     [
         ({"temperature": 3}, [], "generation_config.json: temperature: .* got 3; --generation-config none"),
+        (
+            {"max_new_tokens": 0.5},
+            [],
+            "generation_config.json: max_new_tokens is 0.5, and should .* --generation-config none",
+        ),
         ({}, ["--chat-template", "~no-such-user/a"], "--chat-template ~no-such-user/a: cannot be read: .*No such file"),
         (
             {"temperature": 3},

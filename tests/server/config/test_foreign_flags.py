@@ -24,6 +24,11 @@ def test_each_of_our_names_exists_and_is_not_theirs() -> None:
         (["serve", "--gpu-memory-utilization", "0.9"], "which is vLLM's; give bytes instead: --device-memory 20GiB"),
         (["serve", "-ctk", "q8_0"], "which is llama.cpp's; use --kv-cache-dtype"),
         (["serve", "--speculative-model", "m"], "which is vLLM's; use --speculation draft --draft-model MODEL"),
+        (["serve", "--tool-call-parser", "hermes"], "which is vLLM's; leave it out: calls are found"),
+        (
+            ["serve", "--reasoning-parser=qwen3"],
+            "which is vLLM's; leave it out: what a model thinks is part of the content",
+        ),
         (["serve", "-hf", "owner/repo"], "llama.cpp's -hf is --model"),
         (["serve", "-c", "4096"], "llama.cpp's -c is --max-model-len"),
         (["generate", "hi", "-n", "3"], "llama.cpp's -n is --max-tokens"),

@@ -210,7 +210,7 @@ def test_other_tools_are_ignored_and_named(raw: httpx.Client, engine: FakeEngine
     tools = [{"type": "web_search"}, {"type": "custom", "name": "sh", "format": {"type": "text"}}]
     response = raw.post("/v1/responses", json={"input": "Hi", "tools": tools, "reasoning": {"effort": "low"}})
     assert response.status_code == 200 and response.json()["tools"] == []
-    assert response.headers["x-tightwire-ignored"] == "reasoning, tools[0].web_search, tools[1].custom"
+    assert response.headers["x-tightwire-ignored"] == "tools[0].web_search, tools[1].custom"
     assert prompt_of(engine) == byte_tokenizer().decode(
         byte_tokenizer().encode_chat([{"role": "user", "content": "Hi"}])
     )

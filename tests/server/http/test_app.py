@@ -1,7 +1,7 @@
 """The whole application over a scripted engine: routes, dialects, health, key, limits."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from tightwire import __version__
 from tightwire.model.text.tokenizer import BOS, CHAT_TEMPLATE
 from tightwire.server.config.serve import HttpOptions
 from tightwire.server.ipc.engine_client import EngineState, Phase
+from tightwire.server.ipc.messages import AddRequest, Output
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -163,6 +164,36 @@ async def test_prompt_logprobs_in_vllms_form(client: httpx.AsyncClient) -> None:
         },
     ]
     assert answer["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+async def test_a_prompt_of_several_answers_is_scored_once(backwards: bool) -> None:
+    class Engine(FakeEngine):
+        """Its outputs may come in the order of the last choice first."""
+
+        async def submit(self, requests: Sequence[AddRequest]) -> AsyncGenerator[Output, None]:
+            async for output in super().submit(requests[::-1] if backwards else requests):
+                yield output
+
+    one, several = FakeEngine(), Engine()
+    body: dict[str, Any] = {"prompt": ["ab", "cde"], "prompt_logprobs": 1, "echo": True, "logprobs": 1, "max_tokens": 3}
+    async with client_of(app_for(one)) as client:
+        expected = (await _ask(client, "/v1/completions", **body))["choices"]
+    async with client_of(app_for(several)) as client:
+        choices = (await _ask(client, "/v1/completions", **body, n=3, stop="Hel"))["choices"]
+        streamed = body | {"n": 3, "stream": True, "prompt_logprobs": None}
+        events = (await client.post("/v1/completions", json=streamed)).text
+    params = {request.id: request.params.prompt_logprobs for request in several.submitted[:6]}
+    assert sorted(params.values(), key=str) == [1, 1, None, None, None, None]
+    for choice in choices:
+        [like] = [each for each in expected if each["prompt_logprobs"] == choice["prompt_logprobs"]]
+        assert like["index"] == choice["index"] // 3 and choice["text"] == like["text"][: -len("Hel")]
+        assert choice["logprobs"] == like["logprobs"]
+    chunks = [json.loads(line[6:])["choices"][0] for line in events.splitlines() if line.startswith("data: {")]
+    for index in range(6):
+        of_choice = [chunk["logprobs"] for chunk in chunks if chunk["index"] == index and chunk["logprobs"]]
+        scores = [score for logprobs in of_choice for score in logprobs["token_logprobs"]]
+        assert scores == expected[index // 3]["logprobs"]["token_logprobs"]
 
 
 async def test_cached_prompt_tokens_are_counted_once_per_prompt(client: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -322,6 +353,23 @@ async def test_sampling_defaults_of_the_model(engine: FakeEngine, path: str, bod
     assert answer.get("temperature", 0.6) == 0.6  # the Responses API repeats it
 
 
+async def test_an_answer_without_a_limit_has_the_models(engine: FakeEngine) -> None:
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "/v1/chat/completions": [CHAT, CHAT | {"max_completion_tokens": 9}, CHAT | {"max_tokens": 9}],
+        "/v1/responses": [{"input": "a"}, {"input": "a", "max_output_tokens": 9}],
+        "/v1/messages": [CHAT | {"max_tokens": 9}],
+        "/v1/completions": [{"prompt": "a"}],
+    }
+    async with client_of(app_for(engine, info=replace(INFO, sampling={"max_new_tokens": 7}))) as client:
+        for path, asked in bodies.items():
+            for body in asked:
+                assert (await client.post(path, json=body)).status_code == 200
+    assert [request.params.max_tokens for request in engine.submitted] == [7, 9, 9, 7, 9, 9, 16]
+    async with client_of(app_for(engine, info=replace(INFO, sampling={"max_new_tokens": 1000}))) as client:
+        assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+    assert engine.submitted[-1].params.max_tokens == 256 - len(engine.submitted[-1].prompt_token_ids)
+
+
 async def test_variables_of_the_chat_template(engine: FakeEngine) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"enable_thinking": False}}
     template = "{{ messages[0].content }} {{ enable_thinking }} {{ add_generation_prompt }}"
@@ -333,6 +381,62 @@ async def test_variables_of_the_chat_template(engine: FakeEngine) -> None:
     assert (
         refused["param"] == "chat_template_kwargs.add_generation_prompt" and "set by the server" in refused["message"]
     )
+
+
+MESSAGES = CHAT | {"max_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("/v1/chat/completions", CHAT, ""),
+        ("/v1/chat/completions", CHAT | {"reasoning_effort": "none"}, "none False"),
+        ("/v1/chat/completions", CHAT | {"reasoning_effort": "minimal"}, "minimal True"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            "low False",
+        ),
+        ("/v1/responses", {"input": "Hi"}, ""),
+        ("/v1/responses", {"input": "Hi", "reasoning": {"summary": "auto"}}, ""),
+        ("/v1/responses", {"input": "Hi", "reasoning": {"effort": "xhigh"}}, "xhigh True"),
+        ("/v1/messages", MESSAGES, ""),
+        (
+            "/v1/messages",
+            MESSAGES | {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
+            "none False",
+        ),
+        ("/v1/messages", MESSAGES | {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "high True"),
+        ("/v1/messages", MESSAGES | {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "max True"),
+        ("/v1/messages", MESSAGES | {"output_config": {"effort": "low"}}, "low True"),
+    ],
+)
+async def test_reasoning_is_told_to_the_chat_template(
+    engine: FakeEngine, path: str, body: dict[str, Any], told: str
+) -> None:
+    template = "{{ messages[0].content }} {{ reasoning_effort }} {{ enable_thinking }}"
+    async with client_of(app_for(engine, template=template)) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == 200 and "x-tightwire-ignored" not in response.headers
+    assert byte_tokenizer().decode(engine.submitted[0].prompt_token_ids).split() == ["Hi", *told.split()]
+    if path == "/v1/responses":
+        assert response.json()["reasoning"] == {"effort": told.split()[0] if told else None, "summary": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "much"}, "reasoning_effort"),
+        ("/v1/responses", {"reasoning": {"effort": 1}}, "reasoning.effort"),
+        ("/v1/messages", {"output_config": {"effort": "much"}}, "output_config.effort"),
+    ],
+)
+async def test_an_unknown_effort_is_refused(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = {"input": "Hi"} if path == "/v1/responses" else MESSAGES
+    error = (await client.post(path, json=body | fields)).json()["error"]
+    assert error["param"] == param and "'xhigh'" in error["message"]
 
 
 async def test_tokenize_and_detokenize(client: httpx.AsyncClient) -> None:

@@ -111,6 +111,17 @@ async def test_a_schema_beside_the_type_json_object() -> None:
     assert json.loads(content) == {"a": 7}
 
 
+async def test_keywords_that_allow_everything() -> None:
+    """As zod writes a record, and C# an array."""
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "boolean"}}
+    flags = {"type": "array", "items": {"type": "boolean"}, "uniqueItems": False}
+    properties = {"r": record, "a": flags}
+    schema = {"type": "object", "properties": properties, "required": ["r"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}}
+    (text,) = texts(await chat(SamplingEngine(), response_format=form, max_tokens=20))
+    assert text.startswith('{"r": {')
+
+
 async def test_a_completion_and_stop_strings() -> None:
     body = {"prompt": "Hi", "structured_outputs": {"regex": "[ab]{9}[.]end"}, "stop": "."}
     async with open_client(SamplingEngine()) as client:

@@ -135,6 +135,18 @@ async def test_a_named_tool_is_called() -> None:
     )
 
 
+async def test_without_parallel_calls_an_answer_has_the_first() -> None:
+    calls, one = [("add", '{"a": 12}')], {"parallel_tool_calls": False}
+    (answer,) = await whole(FakeEngine(script=says(WRITTEN)), **one)
+    assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls] == calls
+    assert await streamed(FakeEngine(script=says(WRITTEN)), **one) == ("Well. ", calls, "tool_calls")
+    body = {"messages": [USER], "max_tokens": 180, "tools": [{"name": "add", "input_schema": SCHEMA}]}
+    choice = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    async with client_of(app_for(FakeEngine(script=says(WRITTEN)), info=planned(max_model_len=4096))) as client:
+        message = (await client.post("/v1/messages", json=body | choice)).json()
+    assert [block["type"] for block in message["content"]] == ["text", "tool_use"]
+
+
 async def test_calls_that_the_model_writes() -> None:
     expected = [("add", '{"a": 12}'), ("add", "{}")]
     (answer,) = await whole(FakeEngine(script=says(WRITTEN)))
@@ -153,6 +165,9 @@ MISTRAL_TEMPLATE = """{{ tools }}{% for message in messages %}{% if message.tool
 {%- else %}{{ message.content }}{% endif %}{% endfor %}"""
 
 
+BARS = ("<|tool_call|>", "<|/tool_call|>")  # Granite 3's and Phi-4-mini's
+
+
 def says_tokens(text: str, special: Sequence[str]) -> FakeEngine:
     """Says the text in the tokens of a tokenizer that has these special tokens."""
     ids = byte_tokenizer(special=special).encode(text, add_special_tokens=False)
@@ -160,21 +175,44 @@ def says_tokens(text: str, special: Sequence[str]) -> FakeEngine:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("special", "text"),
     [
-        'Well.[TOOL_CALLS]add[ARGS]{"a": 12}[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{}',
-        'Well.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 12}}, {"name": "add", "arguments": {}, "id": "a1b2c3d4e"}]',
+        (MISTRAL, 'Well.[TOOL_CALLS]add[ARGS]{"a": 12}[TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{}'),
+        (
+            MISTRAL,
+            'Well.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 12}}, {"name": "add", "arguments": {}, "id": "a1b2c3d4e"}]',
+        ),
+        (BARS, 'Well.<|tool_call|>[{"name": "add", "arguments": {"a": 12}}, {"name": "add", "arguments": {}}]'),
+        (BARS, 'Well.<|tool_call|>[{"name":"add","arguments":{"a": 12}},{"name":"add","parameters":{}}]<|/tool_call|>'),
     ],
 )
-async def test_calls_after_special_tokens_are_found(text: str) -> None:
-    engine = says_tokens(text, MISTRAL)
+async def test_calls_after_special_tokens_are_found(special: Sequence[str], text: str) -> None:
+    engine = says_tokens(text, special)
     calls = [("add", '{"a": 12}'), ("add", "{}")]
-    (answer,) = await whole(engine, special=MISTRAL)
+    (answer,) = await whole(engine, special=special)
     assert answer.finish_reason == "tool_calls" and answer.message.content == "Well."
     assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls or ()] == calls
-    assert await streamed(engine, special=MISTRAL) == ("Well.", calls, "tool_calls")
-    (answer,) = await whole(engine, special=MISTRAL, tool_choice="none")
-    assert "[TOOL_CALLS]" not in (answer.message.content or "")
+    assert await streamed(engine, special=special) == ("Well.", calls, "tool_calls")
+    (answer,) = await whole(engine, special=special, tool_choice="none")
+    assert special[0] not in (answer.message.content or "")
+
+
+@pytest.mark.parametrize("special", [(), ("<function_calls>", "</function_calls>")])
+async def test_lines_of_calls_in_every_api(special: Sequence[str]) -> None:
+    engine = says_tokens("Well.\n<function_calls>add(a=12)\nadd()</function_calls>", special)
+    calls = [("add", '{"a": 12}'), ("add", "{}")]
+    (answer,) = await whole(engine, special=special)
+    assert [(call.function.name, call.function.arguments) for call in answer.message.tool_calls or ()] == calls
+    assert await streamed(engine, special=special) == ("Well.\n", calls, "tool_calls")
+    own = [{"name": "add", "parameters": SCHEMA, "input_schema": SCHEMA}]
+    body = {"input": "Hi", "max_output_tokens": 180, "tools": [own[0] | {"type": "function"}]}
+    async with client_of(app_for(engine, info=planned(max_model_len=4096), special=special)) as client:
+        response = (await client.post("/v1/responses", json=body)).json()
+        message = (await client.post("/v1/messages", json={"messages": [USER], "max_tokens": 180, "tools": own})).json()
+    assert [(item["name"], item["arguments"]) for item in response["output"][1:]] == calls
+    assert [(block["name"], json.dumps(block["input"])) for block in message["content"][1:]] == calls
+    assert response["output"][0]["content"][0]["text"] == message["content"][0]["text"] == "Well.\n"
+    assert message["stop_reason"] == "tool_use"
 
 
 async def test_ids_are_as_long_as_a_mistral_template_demands() -> None:
@@ -224,6 +262,15 @@ async def test_the_prompt_of_a_template_with_tools_is_the_templates() -> None:
     await whole(engine)
     prompt = byte_tokenizer().decode(engine.submitted[0].prompt_token_ids)
     assert prompt.startswith("weather add ") and "expert" not in prompt
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, CHAT_TEMPLATE])
+async def test_tokenize_counts_tools(template: str) -> None:
+    engine = FakeEngine()
+    await whole(engine, template=template)
+    async with client_of(app_for(engine, info=planned(max_model_len=4096), template=template)) as client:
+        answer = (await client.post("/tokenize", json={"messages": [USER], "tools": TOOLS})).json()
+    assert answer["tokens"] == engine.submitted[0].prompt_token_ids
 
 
 async def test_a_template_without_tools_gets_our_prompt_with_calls_and_results() -> None:
@@ -296,6 +343,22 @@ async def test_arguments_that_are_no_valid_json_reach_the_prompt_as_text(argumen
             },
             "tools[0].function.parameters",
             "Unimplemented keys",
+        ),
+        (
+            {
+                "tools": [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                "tool_choice": allowed("required", "f"),
+            },
+            "tools[2].function.parameters",
+            "Unimplemented keys",
+        ),
+        (
+            {
+                "tools": [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
+                "tool_choice": allowed("auto", "f"),
+            },
+            "tools[2].function.parameters.type",
+            "arguments are an object",
         ),
         (
             {
