@@ -149,7 +149,7 @@ def test_a_conversation_by_keyboard(visit: Open, engine: FakeEngine) -> None:
         v.page.keyboard.type("The capital?")  # the field has the focus from the start
         v.press("Enter")
         v.see(".reply .actions", "Regenerate")  # complete; no speed: tokens may arrive at the same moment
-        v.see(".reply .facts", "tokens after")
+        v.see(".reply .facts", "tokens after a prompt of ")
         assert v.page.inner_text(".reply .text") == "It is Paris, <b>not</b> Rome."
         assert v.page.inner_text(".reply .text strong") == "Paris"
         assert "End of the answer." in v.page.text_content('[aria-live="polite"][role="log"]')
@@ -269,6 +269,7 @@ def test_settings_are_sent_and_a_conversation_is_exported(visit: Open, engine: F
         v.page.fill("#system", "Be brief.")
         v.page.fill("#temperature", "0")
         v.page.fill("#seed", "7")
+        v.see(".settings label", "Max tokens")
         v.page.select_option("#policy", "flash-int8")
         v.say("Hi")
         v.see(".reply .facts", "tokens/s")
@@ -412,7 +413,7 @@ def test_pages_work_where_the_browser_keeps_nothing(visit: Open, broken: str) ->
         v.see(".bar .model", "tiny")
         v.page.fill("#system", "Be brief.")
         v.say("Hi")
-        v.see(".reply .facts", "tokens after")
+        v.see(".reply .facts", "tokens after a prompt of ")
         v.page.click("text=Compare")
         v.see(".views [aria-pressed=true]", "Compare")
         v.page.click(".views >> text=Chat")
