@@ -144,5 +144,5 @@ def load(entry: str) -> Any:
 
 def _usage(command: str, verbs: Verbs) -> str:
     shown = {name: text for name, (*_, text) in verbs.items()} | ({"lab": _LAB_HELP} if verbs is VERBS else {})
-    lines = [f"  {verb:10} {text}" for verb, text in sorted(shown.items())]
+    lines = [f"  {verb:10}  {text}" for verb, text in sorted(shown.items())]
     return "\n".join([f"usage: tightwire {command} VERB [options]", "", *lines, "", "VERB --help explains its flags\n"])

@@ -182,7 +182,7 @@ class Bench(ABC, Generic[_Options]):
     def _render(self, result: Mapping[str, Any], items: Sequence[Item]) -> str:
         facts = {**self._environment, **self.facts}
         if (share := facts.pop("others_share", None)) is not None:
-            facts["quiet"] = describe_others(share)
+            facts["other load"] = describe_others(share)
         alarms = [result["error"]] if result["error"] else []
         return render(self.verb, *self.title(result), items, alarms=alarms, facts=facts)
 

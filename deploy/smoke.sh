@@ -33,7 +33,7 @@ holds '"status":"ready"' "health"
 
 request 200 /v1/models
 holds '"object":"list"' "models"
-model=$(sed -n 's/.*"data":\[{"id":"\([^"]*\)".*/\1/p' "$answer")
+model=$(sed -n 's/.*"data":\[{[^}]*"id":"\([^"]*\)".*/\1/p' "$answer")
 [ -n "$model" ] || fail "models: the list names no model: $(head -c 500 "$answer")"
 
 question='"messages":[{"role":"user","content":"Say hello."}],"max_tokens":16'

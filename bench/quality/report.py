@@ -173,7 +173,7 @@ def findings(result: Mapping[str, Any]) -> list[str]:
             f"{search['world_size']} ranks: predicted KL {search['predicted_kl']:.2e}"
         )
     if result["policy_file"]:
-        found.append(f"written: serve --allreduce policy:{result['policy_file']}")
+        found.append(f"{result['policy_file']} is written: tightwire serve --allreduce policy:{result['policy_file']}")
     return found
 
 

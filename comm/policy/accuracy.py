@@ -54,7 +54,7 @@ class Accuracy:
     """The known figures and the model they were measured on; ``command`` measures the model in use."""
 
     losses: Mapping[str, Loss] = field(default_factory=lambda: _REFERENCE_LOSSES)
-    measured_on: str = f"on {_REFERENCE}"
+    measured_on: str = f"on {_REFERENCE}, the worst of 2, 4 and 8 ranks"
     of_this_model: bool = False
     command: str = "tightwire tune --quality MODEL"
 

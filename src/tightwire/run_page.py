@@ -25,7 +25,8 @@ _MOST_CHARACTERS = 9  # left of the lines; more would begin outside of the chart
 _STYLE = """:root{color-scheme:light dark}body{font:15px/1.45 system-ui,sans-serif;max-width:1320px;margin:24px auto;padding:0 16px}
 h1{font-size:22px}h2{font-size:17px}.charts{display:flex;flex-wrap:wrap;gap:16px}figure{margin:0}figcaption{font-weight:600}
 svg{max-width:100%;height:auto}svg text{fill:currentColor;font-size:11px}.grid{stroke:currentColor;opacity:.18}.each{fill:none;stroke:#4a90d9;opacity:.45}
-.mean{fill:none;stroke:#2a6fc0;stroke-width:2}table{border-collapse:collapse;width:100%}
+.mean{fill:none;stroke:#2a6fc0;stroke-width:2}.last{fill:#2a6fc0}
+@media(prefers-color-scheme:dark){.each{opacity:.7}.mean{stroke:#8cc2f7}.last{fill:#8cc2f7}}table{border-collapse:collapse;width:100%}
 th,td{text-align:left;vertical-align:top;padding:4px 8px;border-bottom:1px solid #8884}td:nth-child(n+3){text-align:right}
 td{white-space:pre-wrap;overflow-wrap:anywhere}summary{cursor:pointer;padding:4px 0}"""
 
@@ -38,7 +39,8 @@ def write_page(run: Path) -> Path | None:
     samples = read_log(run / SAMPLES) if (run / SAMPLES).exists() else []
     title = html.escape(f"{run.name}: {lines[-1]['step']} steps")
     charts = "".join(_chart(name, points) for name, points in _curves(lines).items())
-    body = f"<h1>{title}</h1><div class=charts>{charts}</div>{''.join(_answers(samples))}"
+    note = "Thin: every step. Bold: the running mean. The dot is the last value, which stands behind the name."
+    body = f"<h1>{title}</h1><p>{note}</p><div class=charts>{charts}</div>{''.join(_answers(samples))}"
     head = f"<meta charset=utf-8><meta name=viewport content='width=device-width'><title>{title}</title><style>{_STYLE}</style>"
     write_atomic(run / PAGE, f"<!doctype html><html lang=en>{head}{body}</html>\n".encode())
     return run / PAGE
@@ -103,7 +105,7 @@ def _is_finite(figure: Any) -> bool:
 
 
 def _chart(name: str, points: Sequence[tuple[int, float]]) -> str:
-    """The points and their running mean."""
+    """The points, the last of them as a dot, which a single one needs to be seen, and their running mean."""
     steps, values = zip(*points, strict=True)
     low, high = min(values), max(values)
     middle = (high + low) / 2
@@ -123,6 +125,8 @@ def _chart(name: str, points: Sequence[tuple[int, float]]) -> str:
     )
     ends = f"<text x={_LEFT} y={_HEIGHT - 4}>step {steps[0]}</text><text x={_WIDTH - 8} y={_HEIGHT - 4} text-anchor=end>{steps[-1]}</text>"
     lines = f"<polyline class=each points='{each}' /><polyline class=mean points='{mean}' />"
+    across, up = each.split()[-1].split(",")
+    lines += f"<circle class=last cx={across} cy={up} r=3 />"
     label = html.escape(f"{name.replace('_', ' ')} {values[-1]:.4g}")
     return (
         f"<figure><figcaption>{label}</figcaption><svg viewBox='0 0 {_WIDTH} {_HEIGHT}' width={_WIDTH} height={_HEIGHT} role=img "

@@ -40,6 +40,8 @@ def test_an_unknown_bench_lists_the_known_ones(capsys: pytest.CaptureFixture[str
     assert "unknown bench 'swim'; known are comm, compare, kernels" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "serve" in capsys.readouterr().out
+    assert main(["lab", "--help"]) == 0
+    assert "  structured  check" in capsys.readouterr().out  # the longest name; its text stands apart from it
 
 
 def test_help_and_wrong_options_import_no_torch() -> None:

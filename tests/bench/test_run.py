@@ -29,7 +29,7 @@ class Swim(Bench):
         self._run_to_end = end
 
     def measure(self) -> None:
-        self.facts = {"pool": "deep", "raw": [1, 2]}
+        self.facts = {"pool": "deep", "raw": [1, 2], "others_share": 0.5}
         self._measured = [{"name": "crawl", "time": {"p50": 2.0}, "samples": {"seconds": [1.0, None, 3.0]}}]
         self.keep()
         self._run_to_end(self)
@@ -60,6 +60,7 @@ def test_files_hold_the_samples_and_the_line_does_not(tmp_path: Path, capsys: py
     assert list(csv.reader(table.read_text().splitlines())) == [["name", "time.p50"], ["crawl", "2.0"]]
     text = page.read_text()
     assert "<h1>Swimming</h1>" in text and "<td>2.0</td>" in text and "<dt>pool</dt><dd>deep</dd>" in text
+    assert "<dt>other load</dt><dd>other programs used 50% of" in text
 
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,15 @@ def test_figures_are_drawn_inside_their_charts_with_reward_and_kl_first(tmp_path
         places = [tuple(map(float, point.split(","))) for point in points.split()]
         assert len(places) == 20 and all(64 <= x <= 424 and 8 <= y <= 150 for x, y in places)
         assert places == sorted(places)
+    dots = re.findall(r"<circle class=last cx=([\d.]+) cy=([\d.]+) r=3 />", text)
+    ends = re.findall(r"class=each points='[^']*?([\d.]+),([\d.]+)'", text)
+    assert dots == ends and len(dots) == 4 and "Bold: the running mean." in text
+
+
+def test_a_figure_with_one_value_is_seen(tmp_path: Path) -> None:
+    (tmp_path / LOG).write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0, "held_out_loss": 2.5}\n')
+    write_page(tmp_path)
+    assert "<circle class=last cx=64.0 cy=79.0 r=3 />" in (tmp_path / PAGE).read_text()
 
 
 def test_numbers_beside_a_chart_of_a_small_range_differ(tmp_path: Path) -> None:

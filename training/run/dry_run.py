@@ -55,7 +55,7 @@ def _about_run(model: StepModel) -> Iterator[str]:
     yield f"                  {len(plan.block_modules)} blocks of {format_millions(block)}, vocabulary {model.llama.vocab_size}"
     yield (
         f"ranks             {topology.world_size} on {topology.num_nodes} node{'s' if topology.num_nodes > 1 else ''}, "
-        f"sharding {config.parallel.sharding}, {plan.shard_ranks} shards"
+        f"sharding {config.parallel.sharding}, {plan.shard_ranks} shard{'s' if plan.shard_ranks > 1 else ''}"
     )
     tokens = config.step_tokens
     yield (

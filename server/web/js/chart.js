@@ -1,11 +1,13 @@
 /** A line chart of the last ten minutes, drawn by uPlot in the page's colors. */
 
 import { html, useEffect, useRef, useState } from "../vendor/htm-preact.js";
+import { count } from "./format.js";
 
 const HEIGHT_PX = 150;
 const SHOWN_S = 600;
 const FEWEST_S = 60; // shown when the page has just begun to read
 const STEPS_S = [15, 30, 60, 120]; // between names on the time axis
+const WHOLE_STEPS = [1, 10, 100, 1000].flatMap((ten) => [ten, 2 * ten, 5 * ten]); // between the numbers of an axis of counts
 
 /**
  * @param {{title: string, names: string[], columns: number[][], show: (value: number) => string, top: number}} props
@@ -71,7 +73,7 @@ function optionsOf(place, names, show, top, onPoint) {
     },
     axes: [
       { ...axis, grid: { show: false }, size: 28, gap: 10, splits: momentsOf, values: (self, splits) => splits.map((time) => ago(time, self.data[0])) },
-      { ...axis, grid, size: 56, space: 36, values: (_, splits) => splits.map(show) },
+      { ...axis, grid, size: 56, space: 36, incrs: show === count ? WHOLE_STEPS : undefined, values: (_, splits) => splits.map(show) },
     ],
     series: [{}, ...names.map((name, at) => ({ label: name, stroke: strokes[at], width: 1.6, points: { show: false }, spanGaps: false }))],
   };

@@ -88,7 +88,7 @@ function Facts({ answer }) {
     algorithmsOf(answer).join(" and "),
     firstS != null && `first token ${seconds(firstS)}`,
     speed && `${rate(speed)} tokens/s`,
-    usage && `${plural(usage.completion_tokens, "token")} after ${usage.prompt_tokens}${cached ? ` (${cached} cached)` : ""}`,
+    usage && `${plural(usage.completion_tokens, "token")} after a prompt of ${usage.prompt_tokens}${cached ? ` (${cached} cached)` : ""}`,
     sent.answer && `${bytes(sent.answer)} sent a token`,
   ].filter(Boolean);
   const line = html`<span class="facts">${facts.map((fact) => html`<span>${fact}</span>${" "}`)}</span>`;

@@ -13,7 +13,7 @@ const STORE = "tightwire.settings";
 /** Number fields: name in the request, label, the server's default, smallest, largest, step. */
 const NUMBERS = [
   ["temperature", "Temperature", "model's", 0, 2, 0.05],
-  ["max_tokens", "Most tokens", "what fits", 1, undefined, 1],
+  ["max_tokens", "Max tokens", "what fits", 1, undefined, 1],
   ["top_p", "Top-p", "model's", 0.01, 1, 0.01],
   ["top_k", "Top-k", "model's", 0, undefined, 1],
   ["min_p", "Min-p", "model's", 0, 1, 0.01],

@@ -137,6 +137,7 @@ def test_the_cheapest_within_the_budget_is_written(
 
     assert status == 0 and result["choice"]["algorithm"] == "flash-int8-plain"
     assert "within kl=0.001 at 2 ranks, the cheapest is --allreduce flash-int8-plain" in text
+    assert f"{policy} is written: tightwire serve --allreduce policy:{policy}" in text
     file = read_policy_file(policy)
     assert [(rule.site, rule.algorithm, rule.layers) for rule in file.rules] == [
         ("o_proj", "flash-int8-plain", None),

@@ -25,6 +25,7 @@ def test_a_page_escapes_text_and_embeds_plots() -> None:
     page = render("swim", "<Title>", "lead", items, alarms=["alarm!"], facts={"k_s": "a 'b'", "none": None})
 
     assert "&lt;Title&gt;" in page and "w &lt;b&gt;" in page and "a &amp; b" in page and "alarm!" in page
+    assert '<div class="scroll" tabindex="0" role="region" aria-label="Table">' in page  # keys scroll what is too wide
     assert '<tr class="wrong"><td class="word">c</td><td>-</td>' in page and "<td>1</td>" in page
     assert 'alt="Lines &amp; points"' in page and "one" in page and "<dt>k s</dt>" in page
     embedded = page.partition("base64,")[2].partition('"')[0]

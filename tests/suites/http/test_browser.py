@@ -40,6 +40,20 @@ _DRAW = """async (texts) => {
     });
 }"""
 
+# Keeps the texts that are drawn on each canvas, until it is cleared.
+_KEEP_TEXTS = """() => {
+    window.texts = new Map();
+    const { clearRect, fillText } = CanvasRenderingContext2D.prototype;
+    CanvasRenderingContext2D.prototype.clearRect = function (...args) {
+        texts.set(this.canvas, []);
+        clearRect.apply(this, args);
+    };
+    CanvasRenderingContext2D.prototype.fillText = function (...args) {
+        texts.get(this.canvas)?.push(args[0]);
+        fillText.apply(this, args);
+    };
+}"""
+
 
 def _choice(algorithm: str) -> CommChoice:
     return CommChoice("o_proj", "prefill", None, algorithm, f"{algorithm} was measured")
@@ -149,7 +163,7 @@ def test_a_conversation_by_keyboard(visit: Open, engine: FakeEngine) -> None:
         v.page.keyboard.type("The capital?")  # the field has the focus from the start
         v.press("Enter")
         v.see(".reply .actions", "Regenerate")  # complete; no speed: tokens may arrive at the same moment
-        v.see(".reply .facts", "tokens after")
+        v.see(".reply .facts", "tokens after a prompt of ")
         assert v.page.inner_text(".reply .text") == "It is Paris, <b>not</b> Rome."
         assert v.page.inner_text(".reply .text strong") == "Paris"
         assert "End of the answer." in v.page.text_content('[aria-live="polite"][role="log"]')
@@ -269,6 +283,7 @@ def test_settings_are_sent_and_a_conversation_is_exported(visit: Open, engine: F
         v.page.fill("#system", "Be brief.")
         v.page.fill("#temperature", "0")
         v.page.fill("#seed", "7")
+        v.see(".settings label", "Max tokens")
         v.page.select_option("#policy", "flash-int8")
         v.say("Hi")
         v.see(".reply .facts", "tokens/s")
@@ -365,6 +380,20 @@ def test_the_charts_end_now_and_tell_the_values_under_the_pointer(visit: Open, e
         assert legend.startswith("−") and "running 1" in legend and legend.split(" s")[0][1:].isdigit()
 
 
+def test_the_axis_of_a_chart_of_counts_has_whole_numbers(visit: Open, engine: FakeEngine) -> None:
+    """Six sequences: uPlot's own steps would be 2.5, and the number beside that line 3."""
+    engine.script, engine.token_s = says(_LONG), 0.05
+    with visit("/dashboard") as v:
+        v.see('.status[data-status="ready"]')
+        v.page.evaluate(_KEEP_TEXTS)
+        body = {"messages": [{"role": "user", "content": "Hi"}], "n": 6, "stream": True}
+        v.page.evaluate("body => void fetch('/v1/chat/completions', body)", _post(body))
+        v.see(".legend", "running 6")
+        v.page.wait_for_function("texts.get(document.querySelector('.chart canvas'))?.includes('5')")
+        drawn = v.page.evaluate("texts.get(document.querySelector('.chart canvas'))")
+    assert [text for text in drawn if text.isdigit()] == ["0", "5"]
+
+
 def test_the_dashboard_names_sites_commands_and_emulated_nodes(visit: Open, engine: FakeEngine) -> None:
     assert _SETUP.link is not None
     engine.comm_setup = msgspec.structs.replace(
@@ -412,7 +441,7 @@ def test_pages_work_where_the_browser_keeps_nothing(visit: Open, broken: str) ->
         v.see(".bar .model", "tiny")
         v.page.fill("#system", "Be brief.")
         v.say("Hi")
-        v.see(".reply .facts", "tokens after")
+        v.see(".reply .facts", "tokens after a prompt of ")
         v.page.click("text=Compare")
         v.see(".views [aria-pressed=true]", "Compare")
         v.page.click(".views >> text=Chat")

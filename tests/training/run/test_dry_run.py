@@ -39,7 +39,8 @@ def test_a_dry_run_advises_against_a_dtype_that_the_machine_multiplies_slowly(
     for module in (step, dry_run_module):
         monkeypatch.setattr(module, "peak_flops", flops)
     given = ["model.compute_dtype=bfloat16", "log.peak_tflops=1"]  # of another machine
-    assert "ADVICE" not in dry_run(make_config(tmp_path, *given), {})
+    report = dry_run(make_config(tmp_path, *given), {})
+    assert "ADVICE" not in report and ", 1 shard\n" in report
     assert "use model.compute_dtype=float32" in dry_run(make_config(tmp_path, given[0], "log.peak_tflops=null"), {})
 
 
