@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.attention import paged_attention
-from tightwire.kernels.layer_ops import (
-    add_rms_norm,
-    check_slots,
-    norm_linear,
-    rms_norm,
-    rotate_and_cache,
-    swiglu,
-)
+from tightwire.kernels.layer_ops import add_rms_norm, check_slots, norm_linear, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import gated_linear, linear
 from tightwire.kernels.spec.attention import AttentionForm, PackedSequences
 from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, RowProduct, SumNorms
