@@ -31,7 +31,7 @@ def triton_kernels() -> Any:
 
 
 def embedding(token_ids_T: Tensor, table_VD: Matrix, dtype: torch.dtype) -> Tensor:
-    """(T, D) in ``dtype``, a new tensor; of a packed table only these rows are unpacked."""
+    """Look rows of a table up by token: (T, D) in ``dtype``, a new tensor. Of a packed table only these rows are unpacked."""
     if isinstance(table_VD, PackedMatrix):
         if table_VD.interleaved:
             wrong_T = token_ids_T[(token_ids_T < 0) | (token_ids_T >= table_VD.shape[0])]

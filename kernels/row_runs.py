@@ -13,7 +13,7 @@ def copy_runs_reference(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -
 
 
 def copy_runs(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
-    """The reference: on a CPU in one call that lets other threads run; with CUDA one queued copy a run.
+    """Copy every run as ``copy_runs_reference``: on a CPU in one call that lets other threads run, with CUDA by one queued copy each.
 
     Args:
         target_NX, source_MX: contiguous, of one dtype, with rows of one shape; one of them may be on a CUDA device, and

@@ -54,9 +54,9 @@ class Checkpoint:
 def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fraction: None) -> Checkpoint:
     """Find the model and check its headers; raises ModelError if it is not found, damaged or not supported.
 
-    ``model``: ``smollm2-135m``, a folder with config.json and safetensors, a prepared folder, a .gguf file (or a folder
-    with one), each also in parts, a Hugging Face repo id (``owner/name``, for a GGUF ``owner/name:Q4_K_M``), or ``random:SHAPE`` with a known shape or the path of a config.json. ``seed``: of
-    random weights. ``progress``: called with the share of a known model downloaded, 0 to 1.
+    ``model``: ``smollm2-135m``, a folder with config.json and safetensors, a prepared folder, a .gguf file (or a folder with one),
+    each also in parts, a Hugging Face repo id (``owner/name``, for a GGUF ``owner/name:Q4_K_M``), or ``random:SHAPE`` with a known
+    shape or the path of a config.json. ``seed``: of random weights. ``progress``: called with a known model's downloaded share.
     """
     check_name(model)
     if model in CATALOG:

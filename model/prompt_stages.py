@@ -127,7 +127,7 @@ class PromptStages:
     def __init__(
         self, passage: Passage, layout: Layout, parts: Layout, model: Llama, others: Matrix | None, cache: CacheSource
     ) -> None:
-        """``parts``: of each rank in the layers of its stage; this one's is ``model``, whose cache has one block more, for rows that nobody reads.
+        """``parts``: each rank's in the layers of its stage; ``model`` has this one's. Its cache has one block more, for rows nobody reads.
 
         ``others``: rows of the embedding, on rank 0. ``cache``: the ordinary cache, of this rank's KV heads in all layers.
         """

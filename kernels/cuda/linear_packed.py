@@ -71,8 +71,10 @@ def launch_options(layout: BlockLayout, dtype: torch.dtype) -> dict[str, int]:
     high_bits = layout.packed.codes.high_bits > 0
     piece_bytes = _OUTPUTS.value * layout.width * (layout.num_phases + high_bits) + 2 * _ROWS.value * layout.piece_elems
     num_stages = 1 + min(3 - high_bits, _SHARED_BYTES // (layout.num_pieces * piece_bytes))
-    most = (96 if layout.packed.codes.fifths_at else 80) if layout.piece_elems == 32 and layout.by_plane else 128
-    return {"num_warps": layout.num_pieces, "num_stages": num_stages, "maxnreg": most}
+    most_registers = 96 if layout.packed.codes.fifths_at else 80
+    if layout.piece_elems != 32 or not layout.by_plane:
+        most_registers = 128
+    return {"num_warps": layout.num_pieces, "num_stages": num_stages, "maxnreg": most_registers}
 
 
 @triton.jit

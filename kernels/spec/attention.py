@@ -78,9 +78,9 @@ def check_attention(
     in_groups = 0 <= skipped < per_kv_head and -(-(skipped + q.shape[1]) // per_kv_head) == num_kv_heads
     if not in_groups or cache_width(head_dim, k_cache.dtype) != width or v_cache.shape != shape:
         raise ValueError(
-            "attention needs q (T, H, E), caches (N, K, P, E), or of int8 (N, K, P, E + 2), and as many groups of query heads as KV heads; got q "
-            f"{tuple(q.shape)} in groups of {per_kv_head} without the first {skipped}, caches {tuple(shape)} and "
-            f"{tuple(v_cache.shape)}"
+            "attention needs q (T, H, E), caches (N, K, P, E), or of int8 (N, K, P, E + 2), and as many groups of query heads as "
+            f"KV heads; got q {tuple(q.shape)} in groups of {per_kv_head} without the first {skipped}, caches {tuple(shape)} "
+            f"and {tuple(v_cache.shape)}"
         )
     if q.dtype not in NUMBERS or k_cache.dtype not in (*NUMBERS, torch.int8) or v_cache.dtype != k_cache.dtype:
         needs = f"attention supports {', '.join(map(str, NUMBERS))}, for caches also torch.int8, the same for both"

@@ -226,13 +226,10 @@ def check_linear(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
             f"got {tuple(x.shape)}, {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
         )
     stored = weight.format.name if isinstance(weight, PackedMatrix) else weight.dtype
-    if (
-        x.dtype not in NUMBERS
-        or stored not in (x.dtype, *PACKED_FORMATS)
-        or (bias is not None and bias.dtype != x.dtype)
-    ):
+    bias_dtype = None if bias is None else bias.dtype
+    if x.dtype not in NUMBERS or stored not in (x.dtype, *PACKED_FORMATS) or bias_dtype not in (None, x.dtype):
         needs = f"linear needs x, weight (unless packed) and bias in one of {_NAMES}"
-        raise ValueError(f"{needs}; got {x.dtype}, {stored} and {None if bias is None else bias.dtype}")
+        raise ValueError(f"{needs}; got {x.dtype}, {stored} and {bias_dtype}")
     if weight.device != x.device or (bias is not None and bias.device != x.device):
         raise ValueError(f"linear needs x, weight and bias on one device, got {x.device} and {weight.device}")
     strides = weight.blocks_OB.stride() if isinstance(weight, PackedMatrix) else weight.stride()

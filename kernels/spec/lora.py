@@ -62,7 +62,7 @@ class AdapterSite:
         self.ranks_N[entry] = rank
 
     def a(self, entry: int, layer: int) -> Tensor:
-        """(parts x rank, D)."""
+        """Return A, (parts x rank, D), which may be written."""
         return self._of_layer(self.a_NX, entry, layer, self.num_parts * self.ranks[entry], self.num_inputs)
 
     def b(self, entry: int, layer: int) -> Tensor:
