@@ -118,7 +118,7 @@ class EagerLayers(Layers):
     def square_sums(self, qkv_THE: Tensor) -> Tensor:
         """Return (T, 2) float32, the squares of this rank's queries and keys, summed; heads on two ranks count once."""
         num_heads = self._shard.local_heads
-        # Whether the rank before holds the first one too.
+        # True if the rank before holds the first KV head too.
         is_shared = self._shard.query_heads.start % self._config.heads_per_kv_head != 0
         first_key = num_heads + is_shared
         keys = slice(first_key, num_heads + self._shard.local_kv_heads)

@@ -30,7 +30,7 @@ MAX_GRAMMAR_CHARS = 256 << 10
 _STACK_BYTES = 512 << 20
 _MAX_GBNF_CHARS = 32 << 10  # the conversion to Lark is Python, and takes time with the square of the number of rules
 # Fuel: the size of all regular expressions; 5000 enum values have 60,000, and compiling a larger one may take minutes. Items: the
-# parser's work for a token or a mask, for which all requests wait. With the library's 50,000 ambiguous grammars take seconds.
+# parser's work for a token or a mask, for which all requests wait. With the library's 50,000, ambiguous grammars take seconds.
 _LIMITS: Any = {"initial_lexer_fuel": 80_000, "step_max_items": 10_000, "verbose_errors": False}
 # llguidance 1.7.6 reads such numbers as the integer -2^63, follows a recursion without end, and ends the process.
 _LOWEST = -(2.0**63 - 1024)

@@ -54,9 +54,9 @@ class JoinedRows:
 
 def embed_whole(token_ids_T: Tensor, first: Matrix, others: Matrix) -> Tensor:
     """Return (T, D) float32, unscaled embeddings, from the table's first rows and the others."""
-    first_T = token_ids_T < (num_first := first.shape[0])
+    first_T = token_ids_T < first.shape[0]
     first_TD = embedding(torch.where(first_T, token_ids_T, 0), first, torch.float32)
-    other_TD = embedding(torch.where(first_T, 0, token_ids_T - num_first), others, torch.float32)
+    other_TD = embedding(torch.where(first_T, 0, token_ids_T - first.shape[0]), others, torch.float32)
     return torch.where(first_T.unsqueeze(1), first_TD, other_TD)
 
 
