@@ -72,7 +72,7 @@ class RunnerOptions:
     overlap: bool = False  # on CPU, compute one half of a prefill step while the ranks sum the other half
     most_rows: int | None = None  # prefill steps with more rows are computed in parts
     graphs_up_to: int = 0  # on CUDA, capture decode steps of up to this many rows; the same on all ranks
-    fuses: bool = True  # graphs of one row may have norms in kernels of products, if that is faster; then texts may differ between starts
+    fuses: bool = True  # graphs of one row: norms in kernels of products where faster; texts may differ by start
     cuts_head: bool = False  # steps may use a part of the head's rows, so graphs leave the product with it out
     stages: StagePlan | None = None  # that prompts pass; None: all ranks compute prompts together
     parts: Layout | None = None  # in hybrid, of each rank in the layers of its stage

@@ -45,7 +45,7 @@ class Layers(Protocol):
         ...
 
     def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
-        """Return (T, D) hidden states before the final norm: the residual and the last update, of which ``last_norm`` is the norm."""
+        """Return (T, D) hidden states before the final norm: the residual plus the last update, by ``last_norm`` if there is one."""
         residual_TD = self.residual_TD
         if last_norm is None and self.form.scale == 1.0:
             return residual_TD + update_TD

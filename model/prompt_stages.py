@@ -225,7 +225,7 @@ class PromptStages:
 
 
 def moved_heads(layout: Layout, parts: Layout) -> list[list[range]]:
-    """Return the KV heads that each rank hands to each, which decodes with them; of several with a head in a stage the first does."""
+    """Return the KV heads that each rank hands to each other; of several that have a head in a stage the first hands it over."""
     found, done = list[list[range]](), 0
     for part in parts.shards:
         first, done = max(part.kv_heads.start, done if part.rank else 0), part.kv_heads.stop

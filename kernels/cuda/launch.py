@@ -38,7 +38,7 @@ def launch(
 
 @cache
 def _overlaps(device: torch.device) -> bool:
-    """True on Hopper and Blackwell's data center GPUs, unless TIGHTWIRE_OVERLAP is 0. On GPUs of 12.0 they were reported to fail in captures."""
+    """Return True on GPUs of 9.x and 10.x, unless TIGHTWIRE_OVERLAP is 0. Overlaps on 12.0 were reported to fail in captures."""
     if os.environ.get("TIGHTWIRE_OVERLAP") == "0" or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)

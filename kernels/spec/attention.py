@@ -133,7 +133,7 @@ def write_kv_reference(
 def paged_attention_reference(
     q_THE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, sequences: PackedSequences, form: AttentionForm
 ) -> Tensor:
-    """``softmax(q k^T * scale) v`` per sequence; see ``attention.paged_attention``. Cost: T * H * S scores, S the sum of all context lengths."""
+    """``softmax(q k^T * scale) v`` per sequence; see ``attention.paged_attention``. Cost: T * H * S scores, S all contexts' tokens."""
     query_start_B1, context_lens_B, block_table_BM = sequences[:3]
     scale, _, window, cap, key_bias = form
     per_kv_head, skipped_heads = form.groups_of(q_THE, k_cache_NKPE)

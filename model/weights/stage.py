@@ -1,4 +1,4 @@
-"""A rank's part of the layers of its stage, beside its shard of all layers (``--layout hybrid``): whole layers if it is alone there.
+"""A rank's part of its stage's layers, beside its shard of all layers (``--layout hybrid``): whole layers if it is alone there.
 
 Rows of q, k, v, gate and up that the shard has are not held twice if all are in the part: the product with the part's matrix is
 the shard's and that with the other rows, put in order. The output and down projections, whose columns are split, are
@@ -80,7 +80,7 @@ def load_stage(
     own: Sequence[LayerWeights],
     outer: OuterWeights,
 ) -> tuple[ResidentWeights, Matrix | None]:
-    """Load what the stage needs in addition to the rank's own layers: its ``part`` of ``layers``, and rank 0's other rows of the embedding.
+    """Load what a stage needs beside the rank's own layers: its ``part`` of ``layers``, and on rank 0 the embedding's other rows.
 
     Raises ModelError. Cost: ``stage_bytes``.
     """
