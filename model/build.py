@@ -31,8 +31,7 @@ from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.source import ResidentWeights, WeightSource
 from tightwire.model.weights.stage import load_stage
 
-# Share of the fetch timeout spent on retries of a read. The read must fail before the pass that waits for it times out,
-# because its error names the cause.
+# Share of the fetch timeout for retries of a read. It must fail before the pass that waits for it: its error names the cause.
 _PATIENCE_SHARE = 0.75
 Source = CheckpointReader | Prepared | LayerFiles  # of weights
 

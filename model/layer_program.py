@@ -57,8 +57,7 @@ class LayerProgram(Layers):
         num_phases = config.num_layers * lib.TW_PHASES_PER_LAYER
         self._phases = torch.empty(num_phases * ffi.sizeof("tw_phase"), dtype=torch.uint8)
         self._layers: Any = ffi.new(f"tw_layer[{config.num_layers}]")
-        # Kept alive: the program holds their addresses.
-        self._step: tuple[Batch, Tensor] | None = None
+        self._step: tuple[Batch, Tensor] | None = None  # kept alive for the same reason, as what follows
         self._adapted: tuple[AdapterRows, Tensor] | None = None
         kind, half = NUMBER_KIND[cache.dtype], angles[0][0].shape[1]
         heads = {"num_heads": shard.local_heads, "num_kv_heads": shard.local_kv_heads, "head_dim": config.head_dim}

@@ -122,8 +122,7 @@ class GgufReader:
     """``CheckpointReader`` for a .gguf of any family."""
 
     def __init__(self, file: GgufFile, config: LlamaConfig) -> None:
-        self._file = file
-        self._config = config
+        self._file, self._config = file, config
         self._checked: set[tuple[str, range]] = set()
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -187,8 +187,7 @@ class _RowMatcher:
         self._row, self._matcher, self._vocab_size = row, matcher, vocab_size
         self._num_consumed = 0  # generated tokens
         self.next_mask: tuple[int, Future[np.ndarray]] | None = None  # with the number of tokens that it follows
-        # Tokens that must follow. It is refilled when it is empty and not before, so it does not depend on which of them
-        # were appended without a forward pass.
+        # Tokens that must follow. Refilled only when empty, so they do not depend on which were appended without a pass.
         self.forced: list[int] = matcher.compute_ff_tokens()
 
     def copy(self) -> "_RowMatcher":

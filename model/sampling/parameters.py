@@ -96,5 +96,4 @@ class SamplingRow(Protocol):
     num_prompt_tokens: int
 
 
-# As in vLLM: below this temperature only the largest float32 logit keeps a nonzero probability.
-GREEDY_BELOW = 1e-5
+GREEDY_BELOW = 1e-5  # as in vLLM: at a lower temperature only the largest float32 logit keeps a probability above 0
