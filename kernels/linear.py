@@ -34,8 +34,8 @@ def linear(
     (1 to 16 rows: 1.6 to 1.8 times this kernel's time in bfloat16 on a Zen 5 core, 1.5 to 2.2 in float32).
 
     Packed weights stay packed in memory. On CPU the result is that of the same numbers in float32, bit for bit, then rounded; but
-    a CPU that multiplies bfloat16 (AVX512-BF16, AMX) rounds them to it first if x is bfloat16. On a GPU they are rounded to x's
-    dtype for prefill rows, and not for decode rows. A format with ``int8_activations`` is multiplied as in ``spec.packed_int8``.
+    a CPU that multiplies bfloat16 (AVX512-BF16, AMX) rounds the weights to it first if x is bfloat16. On a GPU they are rounded to
+    x's dtype for prefill rows, and not for decode rows. A format with ``int8_activations`` is multiplied as in ``spec.packed_int8``.
 
     Args:
         num_decode_rows: on a GPU, the number of decode rows, which come first; the others are prefill rows. By default all are

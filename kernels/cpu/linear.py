@@ -22,8 +22,7 @@ _INT8, _INTERLEAVED = 32, 64
 def gated_linear_cpu(x_TD: Tensor, weight_ED: Weight, bias_E: Tensor | None, *, gelu: bool) -> Tensor | None:
     """The bits of ``swiglu_cpu`` of ``linear_cpu``, at once; None unless many rows are multiplied in matrix units."""
     in_units = x_TD.dtype == torch.bfloat16 and 0 < lib.tw_gated_rows() <= len(x_TD) and x_TD.shape[1] > 0
-    _, _, kind, _ = weight_parts(weight_ED)[0]  # all parts or none are for activations in 8 bits
-    if not in_units or kind & _INT8:
+    if not in_units or any(kind & _INT8 for _, _, kind, _ in weight_parts(weight_ED)):
         return None
     half, is_odd = divmod(weight_ED.shape[0], 2)
     if isinstance(weight_ED, Tensor):
