@@ -1,7 +1,7 @@
 """Host functions of kernels on CPU tensors, whose kernels are compiled for a GPU that is not there.
 
-So types, alignments and constants are those of a real launch. ``compiled(capability)`` collects what ptxas said of each. It starts none, or
-runs what they compile to on this CPU.
+So types, alignments and constants are those of a real launch, and Triton's own launchers take the arguments (``libcuda``).
+``compiled(capability)`` collects what ptxas said of each. It starts none, or runs what they compile to on this CPU.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -9,11 +9,12 @@ runs what they compile to on this CPU.
 import contextlib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
+from helpers.kernels.libcuda import launchers
 from helpers.ptx.kernel import PtxKernel
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}  # that one program may have
@@ -30,13 +31,13 @@ class Compiled(NamedTuple):
 _ptx: dict[str, str] = {}  # by the kernel's hash
 
 
-def _passed(kind: Any, argument: Any) -> Iterator[Any]:
-    """What a launch passes of an argument of type ``kind``: no constants."""
-    if isinstance(kind, tuple):
-        for part in zip(kind, argument, strict=True):
-            yield from _passed(*part)
-    elif kind != "constexpr":
+def _tensors(argument: Any) -> Iterator[torch.Tensor]:
+    """The tensors among a launch's arguments."""
+    if isinstance(argument, torch.Tensor):
         yield argument
+    elif isinstance(argument, tuple):
+        for part in argument:
+            yield from _tensors(part)
 
 
 @contextlib.contextmanager
@@ -54,25 +55,31 @@ def compiled(capability: int, runs: bool = False) -> Iterator[list[Compiled]]:
     found: list[Compiled] = []
     seeds = count()
 
-    def launcher(source: Any, metadata: Any) -> Any:
-        if not runs:
-            return lambda *_: None
-        kernel = PtxKernel(_ptx[metadata.hash], metadata.shared)
+    own = launchers()
 
-        def launch(num_programs: int, *given: Any) -> None:
-            arguments = zip(source.signature.values(), given[-len(source.signature) :], strict=True)
-            passed = [each for kind, argument in arguments for each in _passed(kind, argument)]
-            kernel(num_programs, *passed, seed=next(seeds))
+    def launcher(source: Any, metadata: Any) -> Any:
+        native = own.launcher(source, metadata)
+        kernel = PtxKernel(_ptx[metadata.hash], metadata.shared) if runs else None
+
+        def launch(*given: Any) -> None:
+            def run(num_programs: int, parameters: Sequence[int]) -> None:
+                if kernel is not None:
+                    kernel(num_programs, [*_tensors(given)], parameters, seed=next(seeds))
+
+            own.launch(native, run, given)
 
         return launch
 
     class Utils:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(own.utils, name)
+
         def get_device_properties(self, device: int) -> dict[str, int]:
             sizes = {"max_shared_mem": SHARED_BYTES[capability], "multiprocessor_count": _PROCESSORS[capability]}
             return {**sizes, "max_num_regs": 65536, "warpSize": 32}
 
-        def load_binary(self, *_: Any) -> tuple[Any, ...]:
-            return object(), object(), 0, 0, 1024
+        def load_binary(self, *_: Any) -> tuple[int, ...]:
+            return 0, 0, 0, 0, 1024
 
     class Driver(DriverBase):
         def __init__(self) -> None:

@@ -14,7 +14,7 @@ are not flushed; NaNs, and zeros of both signs in a minimum, are not told apart.
 
 import ctypes
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -26,16 +26,17 @@ from helpers.ptx.warp import Code, Instruction, Warp
 
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 _LINE = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)")
+_C_TYPES = {"u64": ctypes.c_int64, "u32": ctypes.c_int32, "f32": ctypes.c_float}  # of a kernel's parameters
 _PROGRAMS_AT_ONCE = 4
 _PEER_BUFFERS = "tightwire-peer-buffers"  # the name of a file that processes map to sum each other's numbers
 
 
 class PtxKernel:
-    """A compiled kernel that can be called with CPU tensors and numbers, in the order of its arguments without constants."""
+    """A compiled kernel that can be called with CPU tensors."""
 
     def __init__(self, ptx: str, shared_bytes: int) -> None:
         head, _, body = ptx.partition(")\n")
-        self._parameters = re.findall(r"\.param \S+ .*?(\w+_param_\d+)", head)
+        self._parameters = re.findall(r"\.param \.(\w+) .*?(\w+_param_\d+)", head)
         found = re.search(r"\.reqntid (\d+)", body)
         assert found is not None
         self._num_threads, self._shared_bytes = int(found[1]), shared_bytes
@@ -52,15 +53,17 @@ class PtxKernel:
                 op, *mods = parts[3].split(".")
                 self._instructions.append(Instruction(parts[1] == "!", parts[2] or "", op, mods, operands))
 
-    def __call__(self, num_programs: int, *arguments: torch.Tensor | float, seed: int = 0) -> None:
-        """Run all programs."""
-        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+    def __call__(
+        self, num_programs: int, tensors: Sequence[torch.Tensor], parameters: Sequence[int] = (), seed: int = 0
+    ) -> None:
+        """Run all programs on the memory of ``tensors``, which are the parameters unless their addresses are given."""
         memory = Memory([*{first: (first, data) for first, data in map(_region, tensors)}.values(), *_peer_buffers()])
-        values = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
-        values += [0] * (
-            len(self._parameters) - len(values)
-        )  # Triton's own scratch memory, which no kernel of ours uses
-        given = dict(zip(self._parameters, values, strict=True))
+        own = [ctypes.c_int64(each.data_ptr()) for each in tensors]
+        places = parameters or [ctypes.addressof(each) for each in own]
+        given = {
+            name: _C_TYPES[kind].from_address(places[place]).value
+            for place, (kind, name) in enumerate(self._parameters)
+        }
         generator = np.random.default_rng(seed)
 
         def start(program: int) -> Iterator[None]:

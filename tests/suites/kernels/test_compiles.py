@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers.kernels.compiled import compiled
 from helpers.kernels.interpreted import needs_triton
+from helpers.kernels.libcuda import needs_launchers
 
 from tightwire.comm.codec.codec import parse_codec
 
@@ -111,6 +112,7 @@ def _longest_loop(kernel: Any, path: Path) -> int:
         *([("int6", (12.6, 6.6, 27.3)), ("int4", (9.8, 5.8, 21.4))] if _AOT else ()),
     ],
 )
+@needs_launchers
 def test_codecs_take_few_instructions(name: str, most: tuple[float, float, float], tmp_path: Path) -> None:
     """To encode, to decode and to add four, for each number; scales and zeros take an access each, rotations no shared memory."""
     from tightwire.kernels.cuda.block_quant import _decode, _decode_reduce_encode, _encode

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.kernels.compiled import SHARED_BYTES, compiled
-from helpers.kernels.interpreted import needs_triton
+from helpers.kernels.libcuda import needs_launchers
 
 from tightwire.comm.codec.codec import parse_codec
 from tightwire.comm.codec.codec_names import has_feedback
@@ -22,7 +22,7 @@ from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, RowP
 from tightwire.kernels.spec.lora import AdapterSite
 from tightwire.kernels.spec.packed import PackedMatrix
 
-pytestmark = needs_triton
+pytestmark = needs_launchers
 ALL = "TIGHTWIRE_AOT" in os.environ
 MOST_SPILLED_BYTES = 32  # of a thread
 MORE_SPILLED_BYTES = {("_attend_tile", "attention int8 128"): 104}  # at 80 and 86; none at 90

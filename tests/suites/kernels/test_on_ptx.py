@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import Ranks, load_function
 from helpers.kernels.compiled import compiled
-from helpers.kernels.interpreted import needs_triton
+from helpers.kernels.libcuda import needs_launchers
 from helpers.ptx.kernel import PtxKernel
 from helpers.ptx.memory import PtxError
 from helpers.ptx.numbers import from_bits, fused, to_bits
@@ -76,7 +76,7 @@ $L__func_end0:
 _COPY = "cp.async.ca.shared.global [ %r2 + 0 ], [ %rd2 + 0 ], 4; cp.async.commit_group;"
 
 
-@needs_triton
+@needs_launchers
 @pytest.mark.parametrize("case", _QUICK + _MORE * _ALL, ids=lambda case: " ".join(map(str, case[:3])))
 def test_a_check_of_the_interpreter(case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, check, capability, *args = case
@@ -102,7 +102,7 @@ def _without_reset(ptx: str) -> str:
     return before + count + re.sub(r"@%p\d+ st\.global\.b32 [^;]*;", "", after, count=1)
 
 
-@needs_triton
+@needs_launchers
 @pytest.mark.parametrize(  # a process keeps what it compiled for a capability
     ("capability", "without"), [(86, _without_reset), *([(89, _without_barrier)] if _ALL else [])]
 )
@@ -132,7 +132,7 @@ def _check_sums(group: Group, path: str, cache: str, cases: list[Any]) -> None:
         load_function("peer_memory_on_ptx", str(file), "_check_sums")(group, path, cases)
 
 
-@needs_triton
+@needs_launchers
 @pytest.mark.alone
 def test_sums_of_two_processes(tmp_path: Path) -> None:
     """Kernels of both run at the same time, on memory that both map, and wait for each other at their barriers."""
@@ -157,7 +157,7 @@ def test_a_copy_is_there_when_it_was_waited_for_by_all(copying: str, is_right: b
     kernel = PtxKernel(_HEAD + _SWAP.replace("COPY", copying), shared_bytes=256)
     given, swapped = torch.arange(64, dtype=torch.int32), torch.full((8, 64), -1, dtype=torch.int32)
     for seed, found in enumerate(swapped):
-        kernel(1, given, found, seed=seed)
+        kernel(1, [given, found], seed=seed)
     assert bool((swapped == given.flip(0)).all()) == is_right
 
 
@@ -165,14 +165,14 @@ def test_what_a_gpu_would_not_do_is_an_error() -> None:
     kernel = PtxKernel(_HEAD + _SWAP.replace("COPY", f"{_COPY} cp.async.wait_group 0; bar.sync 0;"), shared_bytes=256)
     given = torch.arange(64, dtype=torch.int32)
     with pytest.raises(PtxError, match="outside of all tensors"):
-        kernel(1, given, torch.zeros(63, dtype=torch.int32))
+        kernel(1, [given, torch.zeros(63, dtype=torch.int32)])
     with pytest.raises(PtxError, match="not a multiple"):
-        kernel(1, given, torch.zeros(129, dtype=torch.int16)[1:])
+        kernel(1, [given, torch.zeros(129, dtype=torch.int16)[1:]])
     half = _SWAP.replace("COPY", "setp.lt.s32 %p1, %r1, 7; @%p1 bra $L__BB0_1; $L__BB0_1:\n")
     with pytest.raises(PtxError, match="part ways"):
-        PtxKernel(_HEAD + half, shared_bytes=256)(1, given, given.clone())
+        PtxKernel(_HEAD + half, shared_bytes=256)(1, [given, given.clone()])
     with pytest.raises(PtxError, match="vote.sync is not here"):
-        PtxKernel(_HEAD + _SWAP.replace("COPY", "vote.sync %p1, %p2;"), shared_bytes=256)(1, given, given.clone())
+        PtxKernel(_HEAD + _SWAP.replace("COPY", "vote.sync %p1, %p2;"), shared_bytes=256)(1, [given, given.clone()])
 
 
 def test_a_fused_product_is_rounded_once() -> None:

@@ -7,6 +7,7 @@ import torch
 from harness import load_function
 from helpers.kernels.compiled import compiled
 from helpers.kernels.interpreted import InterpretedRank, needs_triton
+from helpers.kernels.libcuda import needs_launchers
 from helpers.kernels.program_order import order_of
 
 from tightwire.comm.group.group import Group
@@ -32,7 +33,7 @@ def _places(group: Group | None, path: str) -> list[int]:
     return places.tolist()
 
 
-@pytest.mark.parametrize("way", ["interpreted", "compiled"])
+@pytest.mark.parametrize("way", ["interpreted", pytest.param("compiled", marks=needs_launchers)])
 def test_the_order_is_not_that_of_the_numbers(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     path = tmp_path / "kernel.py"
