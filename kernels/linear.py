@@ -33,9 +33,9 @@ def linear(
     that property in bfloat16 (but for a single row) and not in float32, and it wastes bandwidth when rows are few
     (1 to 16 rows: 1.6 to 1.8 times this kernel's time in bfloat16 on a Zen 5 core, 1.5 to 2.2 in float32).
 
-    Packed weights stay packed in memory. On CPU the result is that of the same numbers in float32, bit for bit, and rounded; but when the CPU multiplies
-    bfloat16 (AVX512-BF16, AMX) and x is bfloat16, the weights are rounded to it first. On a GPU they are rounded to x's dtype for prefill rows, and not for
-    decode rows. A format with ``int8_activations`` is multiplied as in ``spec.packed_int8``.
+    Packed weights stay packed in memory. On CPU the result is that of the same numbers in float32, bit for bit, then rounded; but
+    a CPU that multiplies bfloat16 (AVX512-BF16, AMX) rounds the weights to it first if x is bfloat16. On a GPU they are rounded to
+    x's dtype for prefill rows, and not for decode rows. A format with ``int8_activations`` is multiplied as in ``spec.packed_int8``.
 
     Args:
         num_decode_rows: on a GPU, the number of decode rows, which come first; the others are prefill rows. By default all are
@@ -48,9 +48,9 @@ def linear(
     if isinstance(weight_OD, StackedMatrix):
         sizes = [part.shape[0] for part in weight_OD.parts]
         biases = [None] * len(sizes) if bias_O is None else bias_O.split(sizes)
-        each = zip(weight_OD.parts, biases, strict=True)
-        products = [linear(x_TD, *part, num_decode_rows=num_decode_rows, out_dtype=out_dtype) for part in each]
-        return torch.cat(products, 1)
+        given = {"num_decode_rows": num_decode_rows, "out_dtype": out_dtype}
+        pairs = zip(weight_OD.parts, biases, strict=True)
+        return torch.cat([linear(x_TD, part, bias, **given) for part, bias in pairs], 1)
     if x_TD.device.type == "cpu":
         return (linear_cpu if available() else linear_reference)(x_TD, weight_OD, bias_O, out_dtype)
     if isinstance(weight_OD, Tensor):
@@ -59,17 +59,19 @@ def linear(
         return triton_kernels().linear_packed(x_TD, weight_OD, bias_O, out_dtype)
     if num_decode_rows == 0:
         return _unpacked_product(x_TD, weight_OD, bias_O, out_dtype or x_TD.dtype)
-    few = triton_kernels().linear_packed(x_TD[:num_decode_rows], weight_OD, bias_O, out_dtype)
-    return torch.cat([few, _unpacked_product(x_TD[num_decode_rows:], weight_OD, bias_O, out_dtype or x_TD.dtype)])
+    decode_TO = triton_kernels().linear_packed(x_TD[:num_decode_rows], weight_OD, bias_O, out_dtype)
+    prefill_TO = _unpacked_product(x_TD[num_decode_rows:], weight_OD, bias_O, out_dtype or x_TD.dtype)
+    return torch.cat([decode_TO, prefill_TO])
 
 
 def gated_linear(
     x_TD: Tensor, weight_ED: Weight, bias_E: Tensor | None = None, *, num_decode_rows: int, gelu: bool = False
 ) -> Tensor:
     """``swiglu`` of ``linear``, bit for bit; one pass where the CPU can."""
-    in_one_pass = gated_linear_cpu if x_TD.device.type == "cpu" and available() else None
-    if in_one_pass and (gated_TF := in_one_pass(x_TD, weight_ED, bias_E, gelu=gelu)) is not None:
-        return gated_TF
+    if x_TD.device.type == "cpu" and available():
+        gated_TF = gated_linear_cpu(x_TD, weight_ED, bias_E, gelu=gelu)
+        if gated_TF is not None:
+            return gated_TF
     return swiglu(linear(x_TD, weight_ED, bias_E, num_decode_rows=num_decode_rows), gelu=gelu)
 
 

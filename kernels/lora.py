@@ -15,7 +15,6 @@ def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, ro
     Args:
         out_TO: (T, O) contiguous, the product of the base matrix, in x's dtype or float32.
         x_TD: (T, D) contiguous rows, in the dtype of the adapters' matrices.
-        layer: the layer's number.
     Raises:
         ValueError: shapes, dtypes or layouts that do not match.
     Cost: for each adapter in the step, reading rank x (parts x D + O) numbers.

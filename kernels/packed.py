@@ -31,13 +31,13 @@ def triton_kernels() -> Any:
 
 
 def embedding(token_ids_T: Tensor, table_VD: Matrix, dtype: torch.dtype) -> Tensor:
-    """(T, D) in ``dtype``, a new tensor; of a packed table only these rows are unpacked."""
+    """Look rows of a table up by token: (T, D) in ``dtype``, a new tensor. Of a packed table only these rows are unpacked."""
     if isinstance(table_VD, PackedMatrix):
         if table_VD.interleaved:
             wrong_T = token_ids_T[(token_ids_T < 0) | (token_ids_T >= table_VD.shape[0])]
             if len(wrong_T):
                 raise IndexError(f"index {int(wrong_T[0])} of a table of {table_VD.shape[0]} rows")
-            return unpack_cpu(table_VD, dtype, token_ids_T.long())
+            return unpack_cpu(table_VD, dtype, token_ids_T.long().contiguous())
         return dequantize(table_VD.take(token_ids_T), dtype)
     return F.embedding(token_ids_T, table_VD).to(dtype)
 

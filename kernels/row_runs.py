@@ -13,7 +13,7 @@ def copy_runs_reference(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -
 
 
 def copy_runs(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
-    """The reference: on a CPU in one call that lets other threads run; with CUDA one queued copy a run.
+    """Copy every run as ``copy_runs_reference``: on a CPU in one call that lets other threads run, with CUDA by one queued copy each.
 
     Args:
         target_NX, source_MX: contiguous, of one dtype, with rows of one shape; one of them may be on a CUDA device, and
@@ -40,5 +40,5 @@ def copy_runs(target_NX: Tensor, source_MX: Tensor, runs_R3: Tensor) -> None:
     if target_NX.is_cuda or source_MX.is_cuda or not available():
         copy_runs_reference(target_NX, source_MX, runs_R3)
     elif len(runs_R3):
-        row_bytes = source_MX[0].numel() * source_MX.element_size()
+        row_bytes = source_MX.shape[1:].numel() * source_MX.element_size()
         lib.tw_copy_runs(target_NX.data_ptr(), source_MX.data_ptr(), runs_R3.data_ptr(), len(runs_R3), row_bytes)

@@ -31,8 +31,7 @@ from tightwire.model.weights.prepared.folder import Prepared
 from tightwire.model.weights.source import ResidentWeights, WeightSource
 from tightwire.model.weights.stage import load_stage
 
-# Share of the fetch timeout spent on retries of a read. The read must fail before the pass that waits for it times out,
-# because its error names the cause.
+# Share of the fetch timeout for retries of a read. It must fail before the pass that waits for it: its error names the cause.
 _PATIENCE_SHARE = 0.75
 Source = CheckpointReader | Prepared | LayerFiles  # of weights
 
@@ -72,7 +71,7 @@ class RunnerOptions:
     overlap: bool = False  # on CPU, compute one half of a prefill step while the ranks sum the other half
     most_rows: int | None = None  # prefill steps with more rows are computed in parts
     graphs_up_to: int = 0  # on CUDA, capture decode steps of up to this many rows; the same on all ranks
-    fuses: bool = True  # graphs of one row may have norms in kernels of products, if that is faster; then texts may differ between starts
+    fuses: bool = True  # graphs of one row: norms in kernels of products where faster; texts may differ by start
     cuts_head: bool = False  # steps may use a part of the head's rows, so graphs leave the product with it out
     stages: StagePlan | None = None  # that prompts pass; None: all ranks compute prompts together
     parts: Layout | None = None  # in hybrid, of each rank in the layers of its stage
@@ -104,38 +103,41 @@ def build_runner(
     parallel = TensorParallel(replica, layout, groups.routes, options.sum_dtype)
     adapters = _make_adapters(config, shard, options, replica.device)
     model = Llama(config, parallel, weights, cache, options.max_model_len, adapters)
-    graphs = None
-    moving = bool(plan.streamed) or options.buffer_blocks is not None or model.sums_squares
     # A graph fixes each layer's address, and makes sums of rows only.
-    if options.graphs_up_to and replica.device.type == "cuda" and not moving:
-        if config.first_layer:
-            most = options.graphs_up_to, model.hidden_size
-            model.before_TD = torch.zeros(most, dtype=model.residual_dtype, device=replica.device)
-        have_head = options.stages is None and not options.cuts_head
-        is_plain = isinstance(gate_up := weights.layer(0).gate_up, torch.Tensor) and gate_up.dtype != torch.float32
-        graphs = DecodeGraphs(
-            (lambda batch: model.logits(model.forward(batch))) if have_head else model.forward,
-            have_head=have_head,
-            sizes=graph_sizes(options.graphs_up_to),
-            num_policies=parallel.num_policies,
-            num_groups=cache.groups.num,
-            max_blocks=-(-options.max_model_len // options.block_size),
-            device=replica.device,
-            capture=cuda_capture(torch.cuda.graph_pool_handle()),
-            ledger=replica.ledger,
-            has_adapters=adapters is not None,
-            fuses=options.fuses and is_plain and config.norms == "before",
-        )
+    moving = bool(plan.streamed) or options.buffer_blocks is not None or model.sums_squares
+    has_graphs = options.graphs_up_to and replica.device.type == "cuda" and not moving
     vocab_rows = [each.vocab_rows for each in layout.shards[: replica.world_size]]
     return ModelRunner(
         model,
         TokenChooser(vocab_rows, replica.rank, replica.device, parallel.gather_choices),
-        graphs=graphs,
+        graphs=_make_graphs(config, model, replica, options) if has_graphs else None,
         lane=Lane("sums", replica.device, ledger=replica.ledger) if options.overlap else None,
         most_rows=options.most_rows,
         choice_gather=None if world is None else ChoiceGather(world, len(layout.shards)),
         lockstep=plan.source == "partition",
         stages=_make_stages(config, source, layout, groups, options, model) if options.stages else None,
+    )
+
+
+def _make_graphs(config: LlamaConfig, model: Llama, replica: Group, options: RunnerOptions) -> DecodeGraphs:
+    if config.first_layer:
+        most = options.graphs_up_to, model.hidden_size
+        model.before_TD = torch.zeros(most, dtype=model.residual_dtype, device=replica.device)
+    have_head = options.stages is None and not options.cuts_head
+    gate_up = model.weights.layer(0).gate_up
+    is_plain = isinstance(gate_up, torch.Tensor) and gate_up.dtype != torch.float32
+    return DecodeGraphs(
+        (lambda batch: model.logits(model.forward(batch))) if have_head else model.forward,
+        have_head=have_head,
+        sizes=graph_sizes(options.graphs_up_to),
+        num_policies=model.parallel.num_policies,
+        num_groups=model.cache.groups.num,
+        max_blocks=-(-options.max_model_len // options.block_size),
+        device=replica.device,
+        capture=cuda_capture(torch.cuda.graph_pool_handle()),
+        ledger=replica.ledger,
+        has_adapters=model.adapters is not None,
+        fuses=options.fuses and is_plain and config.norms == "before",
     )
 
 

@@ -78,7 +78,8 @@ class DecodeGraphs:
             for graph in graphs:
                 graph.forms = [graph.forms[is_faster]]
             kept = "in kernels of products" if is_faster else "in their own kernels"
-            self.note = f"one row: norms, rotations and SwiGLU {kept}; {1000 * fused_s:.2f} ms a step in those of products, {1000 * apart_s:.2f} in their own"
+            times = f"{1000 * fused_s:.2f} ms a step in those of products, {1000 * apart_s:.2f} in their own"
+            self.note = f"one row: norms, rotations and SwiGLU {kept}; {times}"
 
     def fits(self, arrays: StepArrays) -> bool:
         """Return True if a graph covers the step: decode rows only, one per sequence, and few enough, as in the last step."""
@@ -109,7 +110,7 @@ class _Graph:
         capture: Capture,
         ledger: Ledger,
     ) -> None:
-        """``kind``: the number of rows, the policy, and True if rows have adapters. ``fuses``: try both forms. ``most``: groups, blocks, chosen tokens."""
+        """``kind``: rows, policy, and True if rows have adapters. ``fuses``: try both forms. ``most``: groups, blocks, chosen tokens."""
         (size, policy, adapted), (num_groups, max_blocks, most_chosen) = kind, most
         self._size, self._ledger = size, ledger
         lengths = [size * width for width in (1, 1, 1, num_groups, 1, 1)]

@@ -41,8 +41,8 @@ from tightwire.model.weights.source import WeightSource
 
 Collective = Callable[[], Tensor]  # all ranks call their collectives in the same order
 
-# The most rows of a step with prompt rows that runs as the layer program. It spares a step of SmolLM2 8 ms; for 256 rows kernels called one
-# by one take as long, because they divide the rows among the threads better.
+# The most rows of a step with prompt rows that runs as the layer program. It spares a step of SmolLM2 8 ms; for 256 rows
+# kernels called one by one take as long, because they divide the rows among the threads better.
 MAX_PROGRAM_ROWS = 128
 
 

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.attention import paged_attention
-from tightwire.kernels.layer_ops import (
-    add_rms_norm,
-    check_slots,
-    norm_linear,
-    rms_norm,
-    rotate_and_cache,
-    swiglu,
-)
+from tightwire.kernels.layer_ops import add_rms_norm, check_slots, norm_linear, rms_norm, rotate_and_cache, swiglu
 from tightwire.kernels.linear import gated_linear, linear
 from tightwire.kernels.spec.attention import AttentionForm, PackedSequences
 from tightwire.kernels.spec.layer_ops import HeadNorms, NormForm, Rotation, RowProduct, SumNorms
@@ -52,7 +45,7 @@ class Layers(Protocol):
         ...
 
     def finish(self, update_TD: Tensor, last_norm: Tensor | None) -> Tensor:
-        """Return (T, D) hidden states before the final norm: the residual and the last update, of which ``last_norm`` is the norm."""
+        """Return (T, D) hidden states before the final norm: the residual plus the last update, by ``last_norm`` if there is one."""
         residual_TD = self.residual_TD
         if last_norm is None and self.form.scale == 1.0:
             return residual_TD + update_TD
@@ -125,7 +118,7 @@ class EagerLayers(Layers):
     def square_sums(self, qkv_THE: Tensor) -> Tensor:
         """Return (T, 2) float32, the squares of this rank's queries and keys, summed; heads on two ranks count once."""
         num_heads = self._shard.local_heads
-        # Whether the rank before holds the first one too.
+        # True if the rank before holds the first KV head too.
         is_shared = self._shard.query_heads.start % self._config.heads_per_kv_head != 0
         first_key = num_heads + is_shared
         keys = slice(first_key, num_heads + self._shard.local_kv_heads)

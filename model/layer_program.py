@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tightwire.comm.protocols import KernelSums
-from tightwire.kernels.cpu.attention import cut_into_tiles, tile_tokens
+from tightwire.kernels.cpu.attention import cut_into_tiles, most_tile_tokens
 from tightwire.kernels.cpu.library import ffi, lib, struct
 from tightwire.kernels.cpu.linear import useful_threads, weight_parts
 from tightwire.kernels.cpu.lora import native_site
-from tightwire.kernels.cpu.run import CACHE_KIND, FLOAT32, NUMBER_KIND, run_on_items
+from tightwire.kernels.cpu.run import CACHE_KIND, NUMBER_KIND, run_on_items
 from tightwire.kernels.layer_ops import check_slots
 from tightwire.kernels.spec.attention import LOG2_E
 from tightwire.kernels.spec.lora import AdapterRows
@@ -57,8 +57,7 @@ class LayerProgram(Layers):
         num_phases = config.num_layers * lib.TW_PHASES_PER_LAYER
         self._phases = torch.empty(num_phases * ffi.sizeof("tw_phase"), dtype=torch.uint8)
         self._layers: Any = ffi.new(f"tw_layer[{config.num_layers}]")
-        # Kept alive: the program holds their addresses.
-        self._step: tuple[Batch, Tensor] | None = None
+        self._step: tuple[Batch, Tensor] | None = None  # kept alive for the same reason, as what follows
         self._adapted: tuple[AdapterRows, Tensor] | None = None
         kind, half = NUMBER_KIND[cache.dtype], angles[0][0].shape[1]
         heads = {"num_heads": shard.local_heads, "num_kv_heads": shard.local_kv_heads, "head_dim": config.head_dim}
@@ -67,7 +66,7 @@ class LayerProgram(Layers):
         head_norms = {"whole": config.qk_norm == "projection", "eps": self.form.eps, "offset": self.form.offset}
         groups = shard.head_groups(config.heads_per_kv_head)._asdict()
         scores = {"scale_log2": config.scale * LOG2_E, "cap_log2": config.score_cap * LOG2_E}
-        norm = {**self.form._asdict(), "size": config.hidden_size, "kind": kind, "sum_kind": FLOAT32}
+        norm = {**self.form._asdict(), "size": config.hidden_size, "kind": kind, "sum_kind": NUMBER_KIND[torch.float32]}
         self._program: Any = struct(
             "tw_layer_program",
             {
@@ -101,10 +100,10 @@ class LayerProgram(Layers):
         if least < 0 or most >= self._num_positions:
             raise ValueError(f"positions are {least} to {most}; there are positions 0 to {self._num_positions - 1}")
         lens, sizes = (batch.query_start_B1, batch.context_lens_B), (self._cache.num_blocks, self._cache.block_size)
-        of_tile = tile_tokens(attend.heads_per_kv_head, num_rows * attend.num_heads)
+        most_tokens = most_tile_tokens(attend.heads_per_kv_head, num_rows * attend.num_heads)
         # The tiles are the same in every group; each table is checked.
         (tiles_W3, num_tiles, _), *_ = (
-            cut_into_tiles((*lens, table), num_rows, of_tile, *sizes) for table in batch.block_tables_LBM
+            cut_into_tiles((*lens, table), num_rows, most_tokens, *sizes) for table in batch.block_tables_LBM
         )
         self.residual_TD, self._step = residual_TD, (batch, tiles_W3)
         self._phases.zero_()

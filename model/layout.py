@@ -183,7 +183,7 @@ def _apportion(total: int, shares: Sequence[float], *, unit: int) -> list[int]:
         unit = 1
     units = total // unit
     exact = [units * share / sum(shares) for share in shares]
-    counts = [max(1, int(e)) for e in exact]
+    counts = [max(1, int(wanted)) for wanted in exact]
     while sum(counts) < units:
         neediest = max(range(len(shares)), key=lambda i: (exact[i] - counts[i], -i))
         counts[neediest] += 1

@@ -54,9 +54,9 @@ class Checkpoint:
 def open_checkpoint(model: str, seed: int = 0, *, progress: Progress = lambda fraction: None) -> Checkpoint:
     """Find the model and check its headers; raises ModelError if it is not found, damaged or not supported.
 
-    ``model``: ``smollm2-135m``, a folder with config.json and safetensors, a prepared folder, a .gguf file (or a folder
-    with one), each also in parts, a Hugging Face repo id (``owner/name``, for a GGUF ``owner/name:Q4_K_M``), or ``random:SHAPE`` with a known shape or the path of a config.json. ``seed``: of
-    random weights. ``progress``: called with the share of a known model downloaded, 0 to 1.
+    ``model``: ``smollm2-135m``, a folder with config.json and safetensors, a prepared folder, a .gguf file (or a folder with one),
+    each also in parts, a Hugging Face repo id (``owner/name``, for a GGUF ``owner/name:Q4_K_M``), or ``random:SHAPE`` with a known
+    shape or the path of a config.json. ``seed``: of random weights. ``progress``: called with a known model's downloaded share.
     """
     check_name(model)
     if model in CATALOG:
@@ -132,11 +132,13 @@ def _open_folder(folder: Path) -> Checkpoint:
     plain = SafetensorsReader(folder)
     stated = read_json(folder / "config.json")
     with naming(folder, "a quantized tensor has an unexpected shape", IndexError, ValueError):
-        quantized = QuantizedReader(plain, found) if (found := parse_quantization(stated)) else None
+        quantization = parse_quantization(stated)
+        quantized = None if quantization is None else QuantizedReader(plain, quantization)
         reader = PartsReader(quantized or plain, config)
         notes = [f"quantized as {quantized.describe()}"] if quantized else []
         stores_head = bool({HEAD, "lm_head.qweight", "lm_head.weight_packed"} & plain.names())
-        check_tensors(reader, as_stored := replace(config, tied_embeddings=config.tied_embeddings and not stores_head))
+        as_stored = replace(config, tied_embeddings=config.tied_embeddings and not stores_head)
+        check_tensors(reader, as_stored)
         if unused := unused_of(plain.names(), as_stored, plain.whole):
             notes.append(f"used without {len(unused)} tensors of other modules, such as {', '.join(unused[:3])}")
         if config.tied_embeddings and stores_head and _has_own_head(reader, plain, config):

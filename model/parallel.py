@@ -207,7 +207,7 @@ class SideWire:
         self.close = self._lane.close
 
     def send_chosen(self, results: Tensor | None, num: int, phase: str) -> Pending:
-        """Send the last rank's ``results``, (num,) int64, to the first; the result are these there, on the host, and nothing elsewhere."""
+        """Send the last rank's ``results``, (num,) int64, to the first, which gets them on the host; others get an empty tensor."""
         last, ranks = self.group.world_size - 1, range(self.group.world_size)
         sizes = [_INT64_BYTES * num if (self.group.rank, rank) == (0, last) else 0 for rank in ranks]
 
@@ -220,7 +220,7 @@ class SideWire:
         return self._lane.start(move)
 
     def hand_over(self, parts: Sequence[Tensor], recv_bytes: Sequence[int]) -> Pending:
-        """Send each other rank the keys and values that it decodes with, as bytes; the result are theirs, concatenated."""
+        """Send each other rank the keys and values that it decodes with, as bytes; the result is theirs, concatenated."""
         move = partial(deliver, self.group, "kv-heads", parts, recv_bytes, phase="prefill", site=BOUNDARY)
         return self._lane.start(lambda: torch.cat(move()))
 
@@ -235,7 +235,7 @@ class StageWire:
         self.close = self._lane.close
 
     def send_on(self, own_TD: Tensor | None, recv_shape: tuple[int, int] | None, phase: str) -> Pending:
-        """Send hidden states to the next stage; the result are those of the stage before, (T, D).
+        """Send hidden states to the next stage; the result is those of the stage before, (T, D).
 
         None: nothing to send, or to receive; the result is then empty. Cost: the codec's bytes.
         """

@@ -127,7 +127,7 @@ class PromptStages:
     def __init__(
         self, passage: Passage, layout: Layout, parts: Layout, model: Llama, others: Matrix | None, cache: CacheSource
     ) -> None:
-        """``parts``: of each rank in the layers of its stage; this one's is ``model``, whose cache has one block more, for rows that nobody reads.
+        """``parts``: each rank's in the layers of its stage; ``model`` has this one's. Its cache has one block more, for rows nobody reads.
 
         ``others``: rows of the embedding, on rank 0. ``cache``: the ordinary cache, of this rank's KV heads in all layers.
         """
@@ -225,7 +225,7 @@ class PromptStages:
 
 
 def moved_heads(layout: Layout, parts: Layout) -> list[list[range]]:
-    """Return the KV heads that each rank hands to each, which decodes with them; of several with a head in a stage the first does."""
+    """Return the KV heads that each rank hands to each other; of several that have a head in a stage the first hands it over."""
     found, done = list[list[range]](), 0
     for part in parts.shards:
         first, done = max(part.kv_heads.start, done if part.rank else 0), part.kv_heads.stop

@@ -15,14 +15,13 @@ def rope_tables(config: LlamaConfig, max_positions: int, device: torch.device) -
     """Return the tables of each layer; layers that rotate in the same way share them."""
     local = config.local_rope_theta
     whole = _table(config, config.rope_theta, config.rope_scaling, max_positions)
-    tables = {"": whole, "local": whole, "nope": (torch.ones_like(whole[0]), torch.zeros_like(whole[1]))}
+    tables = {"usual": whole, "local": whole, "nope": (torch.ones_like(whole[0]), torch.zeros_like(whole[1]))}
     if local is not None:
         tables["local"] = _table(config, local, RopeScaling(), max_positions)
     placed = {name: (cos.to(device), sin.to(device)) for name, (cos, sin) in tables.items()}
-    return [
-        placed["nope" if layer in config.nope else "local" if layer in config.sliding else ""]
-        for layer in range(config.num_layers)
-    ]
+    names = ["local" if layer in config.sliding else "usual" for layer in range(config.num_layers)]
+    names = ["nope" if layer in config.nope else name for layer, name in enumerate(names)]
+    return [placed[name] for name in names]
 
 
 def _table(config: LlamaConfig, theta: float, scaling: RopeScaling, max_positions: int) -> Angles:

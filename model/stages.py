@@ -17,8 +17,7 @@ class StagePlan(msgspec.Struct, frozen=True):
     """The layers of each stage, and how many consecutive ranks compute one together."""
 
     layers: tuple[tuple[int, int], ...]  # of each stage: the first, and the one after the last
-    # True: generated tokens pass the stages too, and a rank holds nothing but its stage; False: hybrid.
-    pipeline: bool = False
+    pipeline: bool = False  # generated tokens pass the stages too, and a rank holds its stage alone; False: hybrid
     ranks_each: int = 1  # each has a part of every layer of its stage
 
     @property

@@ -41,8 +41,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     awaits: int = 0  # decode rows read keys and values of chunks that entered in this step, or before
     rewritten: bytes = b""  # (X,) int32, blocks given to other sequences, in which chunks on their way write no more
     sampling: SampleRows = NO_ROWS  # how the R tokens are chosen
-    # (replicas,) int32: the number of results of each replica, the same in every replica's plan. Empty if only the first
-    # replica has rows.
+    # (replicas,) int32: each replica's number of results, the same in all plans; empty if only the first one has rows
     gather_sizes: bytes = b""
 
     @property

@@ -22,11 +22,14 @@ _INT8, _INTERLEAVED = 32, 64
 def gated_linear_cpu(x_TD: Tensor, weight_ED: Weight, bias_E: Tensor | None, *, gelu: bool) -> Tensor | None:
     """The bits of ``swiglu_cpu`` of ``linear_cpu``, at once; None unless many rows are multiplied in matrix units."""
     in_units = x_TD.dtype == torch.bfloat16 and 0 < lib.tw_gated_rows() <= len(x_TD) and x_TD.shape[1] > 0
-    if not in_units or weight_parts(weight_ED)[0][2] & _INT8:
+    if not in_units or any(kind & _INT8 for _, _, kind, _ in weight_parts(weight_ED)):
         return None
-    cuts = (0, half := weight_ED.shape[0] // 2), (half, 2 * half)
-    gate, up = (weight_ED[slice(*cut)] if isinstance(weight_ED, Tensor) else weight_ED.rows(*cut) for cut in cuts)
-    if not weight_ED.shape[0] / 2 == gate.shape[0] == up.shape[0]:  # rows of several parts
+    half, is_odd = divmod(weight_ED.shape[0], 2)
+    if isinstance(weight_ED, Tensor):
+        gate, up = weight_ED[:half], weight_ED[half:]
+    else:
+        gate, up = weight_ED.rows(0, half), weight_ED.rows(half, 2 * half)
+    if is_odd or gate.shape[0] != half or up.shape[0] != half:  # a half of several parts has fewer rows here
         return None
     biases = (None, None) if bias_E is None else bias_E.split(half)
     return linear_cpu(x_TD, gate, biases[0], up=(up, biases[1], gelu))

@@ -18,7 +18,7 @@ def add_adapters_cpu(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int
     runs_S3 = rows.runs_S3
     if runs_S3 is None or not len(runs_S3):
         return
-    check_adapters(out_TO, x_TD, site, rows.entries_T)
+    check_adapters(out_TO, x_TD, site, layer, rows.entries_T)
     native = native_site(site)
     if not native.most_width:
         return

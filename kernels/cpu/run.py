@@ -11,8 +11,7 @@ from torch import Tensor
 from tightwire.kernels.cpu.library import lib
 
 # How a tensor's numbers are stored, for kernels (native/numbers.h).
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-NUMBER_KIND = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+NUMBER_KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CACHE_KIND = {**NUMBER_KIND, torch.int8: -1}  # of a KV cache
 
 # Work of the row kernels worth another thread (about 80 us), and the least to give it at a time (20 us).

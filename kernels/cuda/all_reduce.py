@@ -3,16 +3,16 @@
 Every process owns a *peer buffer*: the header of ``barrier``, two send buffers, and one buffer for its sums. Kernels:
 
     one-shot    copies its numbers to its send buffer | waits | adds all processes' numbers
-    two-shot    copies them, one slot per process     | waits | adds its own slots and publishes the sums | waits |
-                collects all sums. With formats (flash), slots and sums on the wire are ``block_quant``'s bytes
+    two-shot    copies them, one entry per process    | waits | adds its own entries and publishes the sums | waits |
+                collects all sums. With formats (flash), entries and sums on the wire are ``block_quant``'s bytes
 
 Sums are float32 in the order of the processes, rounded once; an owner also decodes its own quantized sums. So all
 processes get the same bits, equal to those of the generic algorithms (comm/all_reduce).
 
-There is no wait at the end, because call n sends from buffer n % 2. Before kernel n + 2 writes that buffer again, kernel n + 1 has passed a barrier with
-the peers' kernels n + 1, which do nothing before their kernels n end. Likewise sums are written after the first barrier of a call, when the peers have
-finished the previous call. Therefore every block takes part in every call, even with nothing to do, and one stream runs all calls of a process. The device
-counts calls, so a captured CUDA graph can be replayed between other calls.
+There is no wait at the end, because call n sends from buffer n % 2. Before kernel n + 2 writes that buffer again, kernel n + 1 has
+passed a barrier with the peers' kernels n + 1, which do nothing before their kernels n end. Likewise sums are written after the
+first barrier of a call, when the peers have finished the previous call. Therefore every block takes part in every call, even with
+nothing to do, and one stream runs all calls of a process. The device counts calls, so graphs can be replayed between other calls.
 
 A block reads only what blocks with the same number wrote, in any process, and waits only for those. The buffers limit a
 launch's message; ``comm.transport.peer_memory`` cuts longer ones.
@@ -29,7 +29,7 @@ from tightwire.kernels.cuda.numbers import ANY, ROWS, Tiling, make_tiling
 from tightwire.kernels.spec.block_format import BlockFormat
 from tightwire.kernels.spec.block_quant import check_carried
 
-_ALIGNMENT = 128  # alignment of slots, in bytes
+_ALIGNMENT = 128  # alignment of entries, in bytes
 # Numbers per block and iteration: few for short messages, which would not occupy all blocks otherwise.
 _SHORT_ELEMS, _LONG_ELEMS = 1024, 4096
 
@@ -83,7 +83,7 @@ class Part:
 def max_part_elems(peers: PeerBuffers, elem_bytes: int, fmt: BlockFormat | None, out_fmt: BlockFormat | None) -> int:
     """Return the longest part that fits the buffers, in whole groups of both formats and whole vectors; may be 0."""
     multiple = 128
-    room_bytes = peers.send_bytes // peers.world_size // _ALIGNMENT * _ALIGNMENT  # of a slot, and of the sums
+    room_bytes = peers.send_bytes // peers.world_size // _ALIGNMENT * _ALIGNMENT  # of an entry, and of the sums
     return multiple * (room_bytes // max(_message_bytes(multiple, elem_bytes, each) for each in (fmt, out_fmt)))
 
 
@@ -99,17 +99,17 @@ def two_shot(
 ) -> None:
     """Sum one ``part`` of every slice of all processes' contiguous ``x_N`` to ``out_N``; all must make the same call.
 
-    ``fmt`` and ``out_fmt`` are the formats of the slots and of the sums on the wire, None for plain numbers. ``carried`` has the
-    errors of the previous encoding of slots and sums, for the whole message: added before encoding, then overwritten.
+    ``fmt`` and ``out_fmt`` are the formats of the entries and of the sums on the wire, None for plain numbers. ``carried`` has the
+    errors of the previous encoding of entries and sums, for the whole message: added before encoding, then overwritten.
     """
     for lost, own in zip(carried, (fmt, out_fmt), strict=True):
         if own is not None:
             check_carried(lost, own, x_N.numel(), x_N.device)
         assert own is not None or lost is None, "plain numbers lose nothing"
     assert part.num_elems <= max_part_elems(peers, x_N.element_size(), fmt, out_fmt), f"{part} is too long"
-    slot_bytes = -(-_message_bytes(part.num_elems, x_N.element_size(), fmt) // _ALIGNMENT) * _ALIGNMENT
+    entry_bytes = -(-_message_bytes(part.num_elems, x_N.element_size(), fmt) // _ALIGNMENT) * _ALIGNMENT
     cut = x_N.numel(), part.slice_elems, part.start, part.num_elems
-    sizes = header_bytes(peers.num_blocks, peers.world_size), peers.send_bytes, slot_bytes
+    sizes = header_bytes(peers.num_blocks, peers.world_size), peers.send_bytes, entry_bytes
     given = x_N, out_N, peers.addresses, peers.failure, *carried, cut, peers.rank, sizes, max_polls
     tiling = _tiling(cut, part.num_elems, peers.num_blocks, fmt, out_fmt)
     launch(two_shot_kernel, peers.num_blocks, x_N.device, *given, fmt, out_fmt, peers.world_size, tiling)

@@ -45,30 +45,30 @@ def two_shot_kernel(
     wait_for_last(STARTS_NEXT=False)  # it would take room that a sum of another process may need
     number, dead = begin_call(headers, rank)
     max_polls = tl.where(dead == 0, max_polls, 0)
-    header_bytes, send_bytes, slot_bytes = sizes
+    header_bytes, send_bytes, entry_bytes = sizes
     send = header_bytes + (number & 1) * send_bytes
     sums = header_bytes + 2 * send_bytes
 
     for owner in range(WORLD):
-        slot_start, slot_elems = _slot(owner, cut)
-        slot = send + owner * slot_bytes
-        lost = None if carried is None else carried + slot_start
-        _share(x + slot_start, headers, rank, slot, slot_elems, lost, fmt, tiling)
+        entry_start, entry_elems = _entry(owner, cut)
+        entry = send + owner * entry_bytes
+        lost = None if carried is None else carried + entry_start
+        _share(x + entry_start, headers, rank, entry, entry_elems, lost, fmt, tiling)
     late = wait_for_peers(headers, rank, max_polls, WORLD)
 
-    slot_start, slot_elems = _slot(rank, cut)
-    slot = send + rank * slot_bytes
+    entry_start, entry_elems = _entry(rank, cut)
+    entry = send + rank * entry_bytes
     own_sums = _at(headers, rank, sums)
-    own_lost = None if sums_carried is None else sums_carried + slot_start
-    _add(x, own_sums, headers, slot, slot_elems, True, own_lost, fmt, out_fmt, WORLD, tiling)
+    own_lost = None if sums_carried is None else sums_carried + entry_start
+    _add(x, own_sums, headers, entry, entry_elems, True, own_lost, fmt, out_fmt, WORLD, tiling)
     # A process that missed the first barrier is the late one; the others may still be waiting there.
     late_again = wait_for_peers(headers, rank, tl.where(late == 0, max_polls, 0), WORLD)
     late = tl.where(late == 0, late_again, late)
 
     valid = (late == 0) & (dead == 0)
     for owner in range(WORLD):
-        slot_start, slot_elems = _slot(owner, cut)
-        _add(out, out + slot_start, headers + owner, sums, slot_elems, valid, None, out_fmt, None, 1, tiling)
+        entry_start, entry_elems = _entry(owner, cut)
+        _add(out, out + entry_start, headers + owner, sums, entry_elems, valid, None, out_fmt, None, 1, tiling)
     end_call(headers, rank, number, dead, late, failure)
 
 
@@ -118,7 +118,7 @@ def _add(
 
 
 @triton.jit
-def _slot(owner, cut):
+def _entry(owner, cut):
     """Return the start in the message of this launch's part of an owner's slice, and its length, which may be 0."""
     num_elems, slice_elems, part_start, part_elems = cut
     start = tl.cast(owner, tl.int64) * slice_elems + part_start

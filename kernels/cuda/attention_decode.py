@@ -1,12 +1,12 @@
 """Attention of decode rows on a GPU: programs process each row's keys in chunks, and the last program to end merges them.
 
-A decode row reads all its keys and values for a few query heads, so memory bandwidth is the limit, and one program per row would leave most of the device
-idle. The number of programs that share a row's chunks is chosen to fill the device. The length of a row's chunks depends on the number of keys that it
-attends to, and there are at most MAX_CHUNKS, so scratch and launches are the same for any longer context.
+A decode row reads all its keys and values for a few query heads, so memory bandwidth is the limit, and one program per row would
+leave most of the device idle. As many programs share a row's chunks as fill the device. The length of a row's chunks depends on
+the number of keys that it attends to, and there are at most MAX_CHUNKS, so longer contexts need no more scratch or launches.
 
-Each chunk is written to its own place in a scratch tensor. Then a program adds one to the count of its row and KV head, with release and acquire, after a
-barrier of its threads: so the last one sees what all have written. It merges the chunks in order, and sets the count back to zero for the next launch. A
-row's bits depend on its own keys alone. A row of one chunk needs neither scratch nor a count.
+Each chunk is written to its own place in a scratch tensor. Then a program adds one to the count of its row and KV head, with
+release and acquire, after a barrier of its threads: so the last one sees what all have written. It merges the chunks in order, and
+sets the count back to zero for the next launch. A row's bits depend on its own keys alone. A row of one chunk needs neither.
 
 Source: Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """

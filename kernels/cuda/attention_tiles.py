@@ -35,8 +35,8 @@ class AttentionShape:
     rows: int  # rows of a tile
     keys: int  # keys of a key tile
     cap_log2: float  # scores become cap * tanh(score / cap), in units of base-2 exponents; 0: they do not
-    stored: int = 0  # numbers of a token's head in the cache; 0: head_dim
-    turned: int = 0  # pairs of numbers of a key's bias that are rotated; 0: there is no bias
+    stored: int  # numbers of a token's head in the cache
+    turned: int  # pairs of numbers of a key's bias that are rotated; 0: there is no bias
 
     @classmethod
     def of(cls, q_THE: Tensor, k_cache_NKPE: Tensor, form: AttentionForm, tile: tuple[int, int]) -> Self:
@@ -51,7 +51,7 @@ class AttentionShape:
     @property
     def head_numbers(self) -> int:
         """Numbers of one KV head in a block."""
-        return self.page * (self.stored or self.head_dim)
+        return self.page * self.stored
 
 
 @triton.jit

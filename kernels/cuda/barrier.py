@@ -7,13 +7,13 @@ Each process owns a header of 32-bit words, initially zero, that all others can 
     barriers    for each block, the number of barriers it has reached
     arrivals    for each block and each process, the last barrier of the process's block of this number
 
-Blocks wait only for blocks with the same number, so all processes must launch the same number of blocks, and no more than the device runs at once. A block
-writes the barrier's number to every peer's header, then waits until its own header has that number, or a later one, from each peer. The device counts all
-numbers and the host's arguments never change, so a captured CUDA graph may be replayed.
+Blocks wait only for blocks with the same number, so all processes must launch the same number of blocks, and no more than the
+device runs at once. A block writes the barrier's number to every peer's header, then waits until its own header has that number,
+or a later one, from each peer. The device counts all numbers, so a captured CUDA graph may be replayed.
 
-Ordering: a store of an arrival releases the block's earlier writes to the whole system; reads of the arrivals acquire.
-It is a store because PCIe carries no atomic operations between GPUs. Every process polls its own memory. Waiting is bounded by a number of polls, of about a microsecond on a GPU,
-because no clock is available both to a compiled kernel and to the interpreter.
+Ordering: a store of an arrival releases the block's earlier writes to the whole system; reads of the arrivals acquire. It is a
+store because PCIe carries no atomic operations between GPUs. Every process polls its own memory. Waiting is bounded by a number of
+polls, each about a microsecond on a GPU, because no clock is available both to a compiled kernel and to the interpreter.
 """
 
 import os

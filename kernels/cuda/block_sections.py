@@ -1,6 +1,6 @@
 """Reads and writes the sections of a message (``block_format``) in a Triton kernel.
 
-Of ``block_tiles`` numbers that share a byte are at one place of different tiles, so a plane is packed by shifts within each thread.
+In ``block_tiles`` numbers that share a byte are at one place of different tiles, so a plane is packed by shifts in each thread.
 """
 
 import triton

@@ -25,7 +25,7 @@ _GATED_ELEMS = 1024  # a vector of eight 16-bit numbers for each of 128 threads
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor | None, norms: SumNorms) -> tuple[Tensor, Tensor]:
-    """Compute ``layer_ops.add_rms_norm_reference``, both new tensors. The order of the float32 sum over D and the root's last bit differ."""
+    """Compute ``add_rms_norm_reference``, both new tensors. The order of the float32 sum over D and the root's last bit differ."""
     weight_D, form, x_weight_D, dtype = norms
     num_rows, size = x_TD.shape
     if size > _MAX_ROW_ELEMS:

@@ -26,7 +26,7 @@ _UNPACKED = tl.constexpr(128)  # pieces of a program that unpacks
 def linear_packed(
     x_TD: Tensor, weight_OD: PackedMatrix, bias_O: Tensor | None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Compute ``linear.linear_reference`` in ``out_dtype``, by default x's; weights are not rounded, and the order of the float32 sum differs.
+    """Compute ``linear_reference`` in ``out_dtype``, by default x's; weights are not rounded, and the order of the sum differs.
 
     A row of x with infinities, or so large that its product with a code is one, may give NaN where the reference gives a number.
     """
@@ -71,8 +71,10 @@ def launch_options(layout: BlockLayout, dtype: torch.dtype) -> dict[str, int]:
     high_bits = layout.packed.codes.high_bits > 0
     piece_bytes = _OUTPUTS.value * layout.width * (layout.num_phases + high_bits) + 2 * _ROWS.value * layout.piece_elems
     num_stages = 1 + min(3 - high_bits, _SHARED_BYTES // (layout.num_pieces * piece_bytes))
-    most = (96 if layout.packed.codes.fifths_at else 80) if layout.piece_elems == 32 and layout.by_plane else 128
-    return {"num_warps": layout.num_pieces, "num_stages": num_stages, "maxnreg": most}
+    most_registers = 96 if layout.packed.codes.fifths_at else 80
+    if layout.piece_elems != 32 or not layout.by_plane:
+        most_registers = 128
+    return {"num_warps": layout.num_pieces, "num_stages": num_stages, "maxnreg": most_registers}
 
 
 @triton.jit
@@ -164,8 +166,8 @@ def _ones(like):
 
 @triton.constexpr_function
 def _numbers_ptx(in_unit: int, codes: Codes, is_half: bool) -> str:
-    """Four bytes with low bits and four with high bits to numbers: a code is the lowest bits of 128 (float16: 1024), from which these and
-    the offset are subtracted, two at a time and exactly.
+    """Return PTX that makes numbers of four bytes with low bits and four with high bits: a code is the lowest bits of 128 (float16:
+    1024), from which these and the offset are subtracted, two at a time and exactly.
     """
     base, one, less, kind = (0x6400, 0x3C00, 0xE400, "f16x2") if is_half else (0x4300, 0x3F80, 0xC300, "bf16x2")
     base, one, less = (0x10001 * each for each in (base, one, less + codes.offset))

@@ -25,7 +25,7 @@ _NO_ENTRY = tl.constexpr(1 << 30)
 
 def add_adapters(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, layer: int, entries_T: Tensor) -> None:
     """Compute ``add_adapters_reference`` but for the order of the float32 sums; ``entries_T`` is on the GPU."""
-    check_adapters(out_TO, x_TD, site, entries_T)
+    check_adapters(out_TO, x_TD, site, layer, entries_T)
     num_rows, num_outputs = out_TO.shape
     max_rank = site.b_NX.shape[1] // (site.num_layers * num_outputs)
     width = site.num_parts * max_rank

@@ -51,7 +51,9 @@ def make_tiling(num_elems: int, *formats: BlockFormat, encodes: bool = False, pr
     elif formats:
         width = min(width, max(32, _TILE_ELEMS * elems // program_elems))
     rows = program_elems // elems
-    beyond = ANY if num_elems % elems else ROWS if num_elems % (rows * elems) else NOTHING
+    beyond = ROWS if num_elems % (rows * elems) else NOTHING
+    if num_elems % elems:
+        beyond = ANY
     return Tiling(rows, elems, elems // width, beyond.value)
 
 

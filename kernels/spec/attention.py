@@ -78,9 +78,9 @@ def check_attention(
     in_groups = 0 <= skipped < per_kv_head and -(-(skipped + q.shape[1]) // per_kv_head) == num_kv_heads
     if not in_groups or cache_width(head_dim, k_cache.dtype) != width or v_cache.shape != shape:
         raise ValueError(
-            "attention needs q (T, H, E), caches (N, K, P, E), or of int8 (N, K, P, E + 2), and as many groups of query heads as KV heads; got q "
-            f"{tuple(q.shape)} in groups of {per_kv_head} without the first {skipped}, caches {tuple(shape)} and "
-            f"{tuple(v_cache.shape)}"
+            "attention needs q (T, H, E), caches (N, K, P, E), or of int8 (N, K, P, E + 2), and as many groups of query heads as "
+            f"KV heads; got q {tuple(q.shape)} in groups of {per_kv_head} without the first {skipped}, caches {tuple(shape)} "
+            f"and {tuple(v_cache.shape)}"
         )
     if q.dtype not in NUMBERS or k_cache.dtype not in (*NUMBERS, torch.int8) or v_cache.dtype != k_cache.dtype:
         needs = f"attention supports {', '.join(map(str, NUMBERS))}, for caches also torch.int8, the same for both"
@@ -133,7 +133,7 @@ def write_kv_reference(
 def paged_attention_reference(
     q_THE: Tensor, k_cache_NKPE: Tensor, v_cache_NKPE: Tensor, sequences: PackedSequences, form: AttentionForm
 ) -> Tensor:
-    """``softmax(q k^T * scale) v`` per sequence; see ``attention.paged_attention``. Cost: T * H * S scores, S the sum of all context lengths."""
+    """``softmax(q k^T * scale) v`` per sequence; see ``attention.paged_attention``. Cost: T * H * S scores, S all contexts' tokens."""
     query_start_B1, context_lens_B, block_table_BM = sequences[:3]
     scale, _, window, cap, key_bias = form
     per_kv_head, skipped_heads = form.groups_of(q_THE, k_cache_NKPE)

@@ -49,9 +49,7 @@ class BlockFormat:
     max_code: int = _computed()  # the largest code (integer formats); the smallest is 0
     num_levels: int = _computed()  # below zero, one less above; a code is its level plus this; 0 if not symmetric
     sum_offset: int = _computed()  # what sums of messages add to a level: 128 more than the code, 0 for float8
-    section_offsets: tuple[int, ...] = (
-        _computed()
-    )  # of planes, scales and zeros with one group; with G groups G times these
+    section_offsets: tuple[int, ...] = _computed()  # of planes, scales and zeros in a message of one group
     group_bytes: int = _computed()  # g b / 8 for the codes of a group, and 4 for scale and zero (2 without zero)
 
     def __post_init__(self) -> None:

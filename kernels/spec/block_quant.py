@@ -158,7 +158,7 @@ def _read_groups(buf: Tensor, fmt: BlockFormat, num_elems: int) -> tuple[Tensor,
     codes_GE = torch.zeros(num_groups, fmt.group_elems, dtype=torch.uint8, device=buf.device)
     for start, bits, shift, size in zip(starts, fmt.plane_bits, fmt.plane_shifts, fmt.plane_bytes, strict=False):
         plane_GS = buf[start : start + num_groups * size].view(num_groups, size)
-        parts = [(plane_GS >> at) & (2**bits - 1) for at in range(0, 8, bits)] if bits < 8 else [plane_GS]
+        parts = [(plane_GS >> at) & (2**bits - 1) for at in range(0, 8, bits)]
         codes_GE |= torch.cat(parts, 1) << shift
 
     def numbers_G1(section: int) -> Tensor:

@@ -78,7 +78,6 @@ class PackedFormat:
     kind: int  # its integer in kernels, where plain numbers have 0 to 2
     codes: Codes
     block_bytes: int
-    head_bytes: int = 2  # before the words of four bytes that the rest consists of, but for floats behind them
     floats_at: int = 0  # where the float16 d is in a block, and m behind it
     block_elems: int = GROUP_ELEMS
     scale_elems: int = GROUP_ELEMS
@@ -99,22 +98,22 @@ class PackedFormat:
 
 Q8_0 = PackedFormat("Q8_0", 3, Codes(2, 32, bits=8), block_bytes=34)
 Q4_0 = PackedFormat("Q4_0", 4, Codes(2, 16, offset=8), block_bytes=18)
-Q4_1 = PackedFormat("Q4_1", 5, Codes(4, 16), block_bytes=20, head_bytes=4, has_minimum=True)
+Q4_1 = PackedFormat("Q4_1", 5, Codes(4, 16), block_bytes=20, has_minimum=True)
 Q5_0 = PackedFormat("Q5_0", 6, Codes(6, 16, fifths_at=2, offset=16), block_bytes=22)
-Q5_1 = PackedFormat("Q5_1", 7, Codes(8, 16, fifths_at=4), block_bytes=24, head_bytes=4, has_minimum=True)
+Q5_1 = PackedFormat("Q5_1", 7, Codes(8, 16, fifths_at=4), block_bytes=24, has_minimum=True)
 IQ4_NL = PackedFormat("IQ4_NL", 8, Codes(2, 16, table=IQ4_TABLE), block_bytes=18)
-MXFP4 = PackedFormat("MXFP4", 9, Codes(1, 16, table=MXFP4_TABLE), block_bytes=17, head_bytes=1)
+MXFP4 = PackedFormat("MXFP4", 9, Codes(1, 16, table=MXFP4_TABLE), block_bytes=17)
 _Q3_K = Codes(32, 32, bits=2, high_run=32, high_bits=1, offset=4)
 _Q5_K = Codes(48, 32, high_at=16, high_run=32, high_bits=1)
 _Q6_K = Codes(0, 64, high_at=128, high_run=32, high_bits=2, offset=32)
 _superblock = partial(PackedFormat, block_elems=SUPERBLOCK_ELEMS)
-_floats_behind = partial(_superblock, head_bytes=0, scale_elems=16)
+_floats_behind = partial(_superblock, scale_elems=16)
 Q2_K = _floats_behind("Q2_K", 10, Codes(16, 32, bits=2), block_bytes=84, floats_at=80, has_minimum=True)
 Q3_K = _floats_behind("Q3_K", 11, _Q3_K, block_bytes=110, floats_at=108)
-Q4_K = _superblock("Q4_K", 12, Codes(16, 32), block_bytes=144, head_bytes=4, has_minimum=True)
-Q5_K = _superblock("Q5_K", 13, _Q5_K, block_bytes=176, head_bytes=4, has_minimum=True)
+Q4_K = _superblock("Q4_K", 12, Codes(16, 32), block_bytes=144, has_minimum=True)
+Q5_K = _superblock("Q5_K", 13, _Q5_K, block_bytes=176, has_minimum=True)
 Q6_K = _floats_behind("Q6_K", 14, _Q6_K, block_bytes=210, floats_at=208)
-IQ4_XS = _superblock("IQ4_XS", 15, Codes(8, 16, table=IQ4_TABLE), block_bytes=136, head_bytes=4)
+IQ4_XS = _superblock("IQ4_XS", 15, Codes(8, 16, table=IQ4_TABLE), block_bytes=136)
 PACKED_FORMATS = {
     packed.name: packed
     for packed in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS)

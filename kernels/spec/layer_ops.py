@@ -59,9 +59,7 @@ class RowProduct(NamedTuple):
     weight_OD: Tensor
     bias_O: Tensor | None = None
     gelu: bool | None = None  # ``swiglu`` of the product, with or without gelu; None: neither
-    rotation: Rotation | None = (
-        None  # of queries and keys, which have no norms, with caches in the dtype of the weights
-    )
+    rotation: Rotation | None = None  # of queries and keys without norms; caches have the dtype of the weights
 
 
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, form: NormForm) -> Tensor:
@@ -78,7 +76,7 @@ def _normed(x_TD: Tensor, weight_D: Tensor, form: NormForm, mean_T1: Tensor | No
 def add_rms_norm_reference(x_TD: Tensor, residual_TD: Tensor | None, norms: SumNorms) -> tuple[Tensor, Tensor]:
     """``s = scale * x + residual``; returns ``(rms_norm(s), s)``. Without a residual x is normalized, and there is no sum.
 
-    With ``x_weight`` x is normalized first. Without ``weight`` the first result is s, rounded to ``dtype``.
+    With ``x_weight``, which needs a residual, x is normalized first. Without ``weight`` the first result is s, rounded to ``dtype``.
     """
     weight_D, form, x_weight_D, dtype = norms
     if x_weight_D is not None:
@@ -192,9 +190,11 @@ def _check_head_norms(norms: HeadNorms, qkv: Tensor, num_heads: int, num_kv_head
 def check_add_norm(x: Tensor, residual: Tensor | None, norms: SumNorms) -> None:
     """Raise ValueError unless these are the arguments of ``add_rms_norm``."""
     weight, _, x_weight, dtype = norms
-    for each in (weight, x_weight):
-        if each is not None:
-            check_norm(x, x if residual is None else residual, each)
+    if x_weight is not None and residual is None:
+        raise ValueError("x_weight needs a residual; without one x has the other weight's norm")
+    weights = [each for each in (weight, x_weight) if each is not None]
+    for each in weights or [torch.empty(x.shape[1:], dtype=dtype, device="meta")]:
+        check_norm(x, x if residual is None else residual, each)
     out_dtype = dtype if weight is None else weight.dtype
     if x_weight is not None and x_weight.dtype != out_dtype:
         raise ValueError(f"rms_norm needs weights of one dtype, got {out_dtype} and {x_weight.dtype}")
@@ -226,13 +226,10 @@ def check_linear(x: Tensor, weight: Matrix, bias: Tensor | None) -> None:
             f"got {tuple(x.shape)}, {tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
         )
     stored = weight.format.name if isinstance(weight, PackedMatrix) else weight.dtype
-    if (
-        x.dtype not in NUMBERS
-        or stored not in (x.dtype, *PACKED_FORMATS)
-        or (bias is not None and bias.dtype != x.dtype)
-    ):
+    bias_dtype = None if bias is None else bias.dtype
+    if x.dtype not in NUMBERS or stored not in (x.dtype, *PACKED_FORMATS) or bias_dtype not in (None, x.dtype):
         needs = f"linear needs x, weight (unless packed) and bias in one of {_NAMES}"
-        raise ValueError(f"{needs}; got {x.dtype}, {stored} and {None if bias is None else bias.dtype}")
+        raise ValueError(f"{needs}; got {x.dtype}, {stored} and {bias_dtype}")
     if weight.device != x.device or (bias is not None and bias.device != x.device):
         raise ValueError(f"linear needs x, weight and bias on one device, got {x.device} and {weight.device}")
     strides = weight.blocks_OB.stride() if isinstance(weight, PackedMatrix) else weight.stride()

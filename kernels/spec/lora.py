@@ -62,7 +62,7 @@ class AdapterSite:
         self.ranks_N[entry] = rank
 
     def a(self, entry: int, layer: int) -> Tensor:
-        """(parts x rank, D)."""
+        """Return a view of A, (parts x rank, D)."""
         return self._of_layer(self.a_NX, entry, layer, self.num_parts * self.ranks[entry], self.num_inputs)
 
     def b(self, entry: int, layer: int) -> Tensor:
@@ -125,8 +125,10 @@ def add_adapters_reference(out_TO: Tensor, x_TD: Tensor, site: AdapterSite, laye
             out_TO[own, columns] = (out_TO[own, columns].float() + added).to(out_TO.dtype)
 
 
-def check_adapters(out: Tensor, x: Tensor, site: AdapterSite, entries: Tensor) -> None:
-    """Raise ValueError unless these are tensors of ``add_adapters``."""
+def check_adapters(out: Tensor, x: Tensor, site: AdapterSite, layer: int, entries: Tensor) -> None:
+    """Raise ValueError unless these are the arguments of ``add_adapters``. The entries themselves are not read."""
+    if not 0 <= layer < site.num_layers:
+        raise ValueError(f"adapters of layer {layer}; there are layers 0 to {site.num_layers - 1}")
     shapes = (len(entries), site.part_stops[-1]), (len(entries), site.num_inputs)
     if (out.shape, x.shape) != shapes or x.dtype != site.a_NX.dtype or out.dtype not in (x.dtype, torch.float32):
         needs = f"adapters need out {shapes[0]} and x {shapes[1]} in {site.a_NX.dtype}, out perhaps in torch.float32"

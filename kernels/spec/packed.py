@@ -28,9 +28,7 @@ class PackedMatrix:
     def __post_init__(self) -> None:
         blocks, block_bytes = self.blocks_OB, self.format.block_bytes
         if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[1] % block_bytes or blocks.stride(1) != 1:
-            needs = (
-                f"{self.format.name} needs (rows, bytes) uint8, contiguous rows of whole blocks of {block_bytes} bytes"
-            )
+            needs = f"{self.format.name} needs (rows, bytes) uint8, contiguous, whole blocks of {block_bytes} bytes"
             raise ValueError(f"{needs}; got {tuple(blocks.shape)} {blocks.dtype} with strides {blocks.stride()}")
 
     @property

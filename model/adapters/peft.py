@@ -31,7 +31,7 @@ _HARMLESS = {
     *("alpha_pattern", "lora_alpha", "r", "rank_pattern", "use_rslora", "init_lora_weights", "bias"),
     *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
 }
-# What a field means, for those that people use.
+# Why a field is refused, for those that people use.
 _REFUSED = {
     "use_dora": "DoRA rescales the base weights by a learned magnitude; train with use_dora=False",
     "modules_to_save": "whole modules replace those of the base model; merge the adapter into the base model instead",
@@ -87,7 +87,7 @@ def open_adapter(folder: Path, config: LlamaConfig, max_rank: int | None = None)
     adapter = AdapterFile(folder=folder, modules=modules, parts=StackedParts(config), reader=reader)
     if max_rank is not None and adapter.rank > max_rank:
         raise ModelError(
-            f"adapter {folder}: its rank is {adapter.rank}, and slots have room for {max_rank}; start the server with "
+            f"adapter {folder}: its rank is {adapter.rank}, and there is room for {max_rank}; start the server with "
             f"--max-lora-rank {adapter.rank}"
         )
     return adapter

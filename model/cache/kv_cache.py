@@ -68,7 +68,7 @@ class KVCache(CacheSource):
         device: torch.device,
         groups: LayerGroups | None = None,
     ) -> None:
-        """Allocate the whole cache, by default in ``dtype`` and for one group. On a CPU, pages take no physical memory until they are first written."""
+        """Allocate the cache, by default in ``dtype`` and for one group. A CPU's pages take no memory before they are first written."""
         self.num_blocks, self.block_size, self.dtype, self.device = num_blocks, block_size, dtype, device
         self.kv_dtype, self.groups = kv_dtype or dtype, groups or LayerGroups.of(config, bounded=False)
         width = cache_width(config.head_dim, self.kv_dtype)

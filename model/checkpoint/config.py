@@ -85,8 +85,10 @@ class LlamaConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings rotate pairs")
         rope, num_pairs = self.rope_scaling, (self.rotary_dim or self.head_dim) // 2
-        if wrong := {len(rope.short_factors), len(rope.long_factors)} - {num_pairs if rope.kind == "longrope" else 0}:
-            raise ValueError(f"rope scaling has {wrong.pop()} factors, and heads rotate {num_pairs} pairs")
+        num_factors = num_pairs if rope.kind == "longrope" else 0
+        for factors in (rope.short_factors, rope.long_factors):
+            if len(factors) != num_factors:
+                raise ValueError(f"rope scaling has {len(factors)} factors, and heads rotate {num_pairs} pairs")
         factor = math.prod((rope.factor, rope.attention_factor, *rope.short_factors, *rope.long_factors))
         given = {name: getattr(self, name) for name in _POSITIVE} | {"a factor of rope scaling": factor}
         given |= {name: getattr(self, name) or 1.0 for name in _POSITIVE_OR_OFF}

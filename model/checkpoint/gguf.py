@@ -122,8 +122,7 @@ class GgufReader:
     """``CheckpointReader`` for a .gguf of any family."""
 
     def __init__(self, file: GgufFile, config: LlamaConfig) -> None:
-        self._file = file
-        self._config = config
+        self._file, self._config = file, config
         self._checked: set[tuple[str, range]] = set()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -136,14 +135,17 @@ class GgufReader:
         tensor = self._tensor(name)
         kind = tensor.kind
         own_blocks = out if isinstance(out, PackedMatrix) and out.format.name == kind.name else None
+        read = self._read_rows if own_blocks is None else self._read_blocks
         # llama.cpp interleaves some families' two halves of each query and key head, which is undone one head at a time.
         permuted = self._config.entry.gguf_permuted and (".q_proj." in name or ".k_proj." in name)
         unit = self._config.head_dim if permuted else 1
         aligned = range(rows.start // unit * unit, -(-rows.stop // unit) * unit)
         row_bytes = self._bytes_per_row(tensor)
-        growth = 1 if own_blocks else growth_of(out) if kind in _PLAIN else _DEQUANTIZED_GROWTH
+        growth = growth_of(out) if kind in _PLAIN else _DEQUANTIZED_GROWTH
+        if own_blocks is not None:
+            growth = 1
         for chunk in row_chunks(aligned, row_bytes * growth, multiple_of=unit):
-            piece = torch.as_tensor((self._read_blocks if own_blocks else self._read_rows)(tensor, chunk, columns))
+            piece = torch.as_tensor(read(tensor, chunk, columns))
             if unit > 1:  # x0 y0 x1 y1 ... becomes Hugging Face's x0 x1 ... y0 y1 ...
                 piece = piece.view(-1, unit // 2, 2, *piece.shape[1:]).transpose(1, 2).reshape(piece.shape)
             wanted = range(max(chunk.start, rows.start), min(chunk.stop, rows.stop))
@@ -153,7 +155,7 @@ class GgufReader:
                 check_finite(piece, tensor.file.path, tensor.name)
             if name.endswith("norm.weight") and self._config.norm_offset:
                 piece = piece - self._config.norm_offset  # llama.cpp adds it
-            if own_blocks:
+            if own_blocks is not None:
                 own_blocks.rows(start, start + len(piece)).blocks_OB.copy_(piece)
             else:
                 store_rows(out, start, piece, name)

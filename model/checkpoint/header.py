@@ -46,8 +46,8 @@ def check_name(model: str) -> None:
     close = difflib.get_close_matches(model.lower(), CATALOG, n=1)
     meant = f"did you mean {close[0]!r}?" if close else f"known names: {', '.join(sorted(CATALOG))};"
     raise ModelError(
-        f"no such model: {model!r} is neither a file nor a folder; {meant} "
-        f"a Hugging Face repo id looks like owner/name, or owner/name:Q4_K_M for a GGUF; random weights: {RANDOM}SHAPE, such as {RANDOM}llama-3.2-1b"
+        f"no such model: {model!r} is neither a file nor a folder; {meant} a Hugging Face repo id looks like owner/name, "
+        f"or owner/name:Q4_K_M for a GGUF; random weights: {RANDOM}SHAPE, such as {RANDOM}llama-3.2-1b"
     )
 
 

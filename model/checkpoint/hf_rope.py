@@ -20,22 +20,9 @@ _WRITTEN = {
 
 
 def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return theta, scaling and width, from ``rope_theta`` and ``rope_scaling`` or transformers 5's ``rope_parameters``.
-
-    With both, ``rope_scaling`` applies as in transformers, and keeps a theta that only ``rope_parameters`` has.
-    """
-    given = config.get("rope_parameters") or family.defaults.get("rope_parameters", {})
-    scaling, local = config.get("rope_scaling") or {}, given.get(SLIDING) or {}
-    by_kind = "local_rope_theta" in family.keys
-    if given and by_kind != (FULL in given or SLIDING in given):
-        wanted = f"the keys {FULL} and {SLIDING}" if by_kind else "one theta and scaling for all layers"
-        raise ModelError(f"rope_parameters of {family.names.name} must have {wanted}, got {given!r:.80}")
-    kept = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given} if scaling else given
-    if (kind := local.get("rope_type") or local.get("type") or "default") != "default":
-        raise ModelError(f"rope scaling {kind!r} of {SLIDING} is not supported; supported: default")
-    rope = {**(given.get(FULL) or {} if by_kind else kept), **scaling}
-    if not by_kind and (original := config.get(ORIGINAL)):
-        rope[ORIGINAL] = original
+    """Return theta, scaling and width, from ``rope_theta`` and ``rope_scaling`` or transformers 5's ``rope_parameters``."""
+    by_kind = "local_rope_theta" in family.keys  # layers with a window rotate otherwise
+    rope, local = _stated(config, family, by_kind=by_kind)
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     found: dict[str, Any] = {"rope_theta": theta}
     if by_kind:
@@ -57,6 +44,27 @@ def rope_from_hf(config: Mapping[str, Any], family: Family, fields: Mapping[str,
     except KeyError as error:
         raise ModelError(f"rope scaling {kind!r} lacks {error.args[0]!r}") from None
     return found
+
+
+def _stated(config: Mapping[str, Any], family: Family, *, by_kind: bool) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return what a file says of the rotation of all layers, or ``by_kind`` of those without a window and of the others.
+
+    With both spellings ``rope_scaling`` applies as in transformers, and keeps a theta that only ``rope_parameters`` has.
+    """
+    given = config.get("rope_parameters") or family.defaults.get("rope_parameters", {})
+    scaling, local = config.get("rope_scaling") or {}, given.get(SLIDING) or {}
+    if given and by_kind != (FULL in given or SLIDING in given):
+        wanted = f"the keys {FULL} and {SLIDING}" if by_kind else "one theta and scaling for all layers"
+        raise ModelError(f"rope_parameters of {family.names.name} must have {wanted}, got {given!r:.80}")
+    if (kind := local.get("rope_type") or local.get("type") or "default") != "default":
+        raise ModelError(f"rope scaling {kind!r} of {SLIDING} is not supported; supported: default")
+    if by_kind:
+        return {**(given.get(FULL) or {}), **scaling}, local
+    kept = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given}
+    rope = {**(kept if scaling else given), **scaling}
+    if original := config.get(ORIGINAL):
+        rope[ORIGINAL] = original
+    return rope, local
 
 
 def _scaling(kind: str, rope: Mapping[str, Any], max_positions: int) -> RopeScaling:

@@ -84,8 +84,11 @@ class QuantizedReader:
         rows, columns = self._plain.shape_in_file(self._of(name, _CODES[layout]))
         if layout == "packed" and (stated := self._of(name, ".weight_shape")) in self._names:
             return rows, int(self._plain.whole(stated)[1])
-        transposed = {"awq": (columns * per_int, rows), "gptq": (columns, rows * per_int)}
-        return transposed.get(layout, (rows, columns * (per_int if layout == "packed" else 1)))
+        if layout == "awq":
+            return columns * per_int, rows
+        if layout == "gptq":
+            return columns, rows * per_int
+        return rows, columns * per_int if layout == "packed" else columns
 
     def stored_as(self, name: str) -> str:
         if not self._is_quantized(name):

@@ -35,8 +35,7 @@ class SafetensorsReader:
 
     def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         """``files``: only these; None: those of the folder's index."""
-        self._entries: dict[str, _Entry] = {}
-        self._folder = folder
+        self._folder, self._entries = folder, dict[str, _Entry]()
         for path in _files(folder) if files is None else files:
             self._entries.update(_read_header(path))
         self.names = self._entries.keys  # of all tensors

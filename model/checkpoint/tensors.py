@@ -118,7 +118,8 @@ def unused_of(names: Iterable[str], config: LlamaConfig, read: Callable[[str], T
     ModelError: others that no layer uses: without a bias or norm answers are wrong. ``read``: None: of a .gguf, all are refused.
     """
     stored = set(stored_tensors(config))
-    used, modules = stored if read else {gguf_name(name, config.norms) for name in stored}, set(map(_module, stored))
+    used = stored if read else {gguf_name(name, config.norms) for name in stored}
+    modules = set(map(_module, stored))
     unused = {name for name in names if _STORED.sub(".weight", name) not in used and not _HARMLESS.fullmatch(name)}
     if read:  # files of GPTQ have biases of zeros
         unused = {name for name in unused if not name.endswith(".bias") or read(name).any()}

@@ -48,13 +48,14 @@ class TokenChooser:
         A token is ``NOT_FINITE`` if the row's largest logit is not a finite number, ``ALL_BANNED`` if all of them are banned.
         ``logits_RV``: float32, not modified. ``banned``: a bit for each token of the vocabulary, for each masked row.
         """
-        if logits_RV.shape != (num_rows := len(rows.table_RC), len(self._ids)):
+        num_rows, targets_R = len(rows.table_RC), rows.column(Column.TARGET)
+        if logits_RV.shape != (num_rows, len(self._ids)):
             raise ValueError(f"expected logits ({num_rows}, {len(self._ids)}), got {tuple(logits_RV.shape)}")
 
         def gather(x: Tensor) -> Sequence[Tensor]:
             return self._gather(x, phase)
 
-        choosing = np.flatnonzero((targets_R := rows.column(Column.TARGET)) < 0)
+        choosing = np.flatnonzero(targets_R < 0)
         drawn_R = self._draw(_take(logits_RV, choosing), rows, choosing, banned, gather) if len(choosing) else None
         ids_R = drawn_R
         if ids_R is None or len(ids_R) < num_rows:

@@ -55,7 +55,7 @@ def steps_of(ids: Any) -> Any:
 
 
 def scores_of(logits: Tensor, steps: Any, temperature: Tensor, noise: Any) -> Tensor:
-    """Return the float64 scores of logits with these ``steps_of`` their ids; ``noise``: a hash for each row. Both may be arrays."""
+    """Return the float64 scores of logits. ``steps``: ``steps_of`` their ids; ``noise``: a hash for each row; both may be arrays."""
     bits = torch.as_tensor(hashed(noise + steps)).bitwise_and_((1 << 63) - 1)
     uniform = bits.float().add_(0.5).mul_(2.0**-63).clamp_(max=1 - 2.0**-24)
     return logits.double().div_(temperature).sub_(uniform.neg_().log1p_().neg_().log_())

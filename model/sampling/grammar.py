@@ -30,7 +30,7 @@ MAX_GRAMMAR_CHARS = 256 << 10
 _STACK_BYTES = 512 << 20
 _MAX_GBNF_CHARS = 32 << 10  # the conversion to Lark is Python, and takes time with the square of the number of rules
 # Fuel: the size of all regular expressions; 5000 enum values have 60,000, and compiling a larger one may take minutes. Items: the
-# parser's work for a token or a mask, for which all requests wait. With the library's 50,000 ambiguous grammars take seconds.
+# parser's work for a token or a mask, for which all requests wait. With the library's 50,000, ambiguous grammars take seconds.
 _LIMITS: Any = {"initial_lexer_fuel": 80_000, "step_max_items": 10_000, "verbose_errors": False}
 # llguidance 1.7.6 reads such numbers as the integer -2^63, follows a recursion without end, and ends the process.
 _LOWEST = -(2.0**63 - 1024)
@@ -187,8 +187,7 @@ class _RowMatcher:
         self._row, self._matcher, self._vocab_size = row, matcher, vocab_size
         self._num_consumed = 0  # generated tokens
         self.next_mask: tuple[int, Future[np.ndarray]] | None = None  # with the number of tokens that it follows
-        # Tokens that must follow. It is refilled when it is empty and not before, so it does not depend on which of them
-        # were appended without a forward pass.
+        # Tokens that must follow. Refilled only when empty, so they do not depend on which were appended without a pass.
         self.forced: list[int] = matcher.compute_ff_tokens()
 
     def copy(self) -> "_RowMatcher":

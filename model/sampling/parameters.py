@@ -32,7 +32,8 @@ class BannedText(msgspec.Struct, frozen=True, array_like=True):
         """Return the tokens that would complete the text after the last of ``token_ids``."""
         places, end = set[int](), len(self.steps)  # a draft may have the whole text, and goes on from no place then
         for token_id in token_ids:
-            places = {after for p in (*self.starts, *places) if (after := self.steps[p].get(token_id, end)) < end}
+            found = {self.steps[place].get(token_id, end) for place in (*self.starts, *places)}
+            places = {place for place in found if place < end}
         return self._ends(places)
 
     @property
@@ -41,7 +42,8 @@ class BannedText(msgspec.Struct, frozen=True, array_like=True):
         return self._ends(self.starts)
 
     def _ends(self, places: Iterable[int]) -> list[int]:
-        return [token_id for p in places for token_id, after in self.steps[p].items() if after == len(self.steps)]
+        end = len(self.steps)
+        return [token_id for place in places for token_id, after in self.steps[place].items() if after == end]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,19 +62,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
-    # Number of most likely tokens to report for each chosen token; None: no logprobs.
-    logprobs: int | None = None
-    # The same for the prompt's tokens, which are scored from separate logits (``Chunk.scored``).
-    prompt_logprobs: int | None = None
-    # The engine adds the model's end tokens, unless ignore_eos.
-    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # how many most likely tokens to report for each chosen token; None: no logprobs
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, by logits of their own (``Chunk.scored``)
+    stop_token_ids: tuple[int, ...] = ()  # the engine adds the model's end tokens, unless ignore_eos
     min_tokens: int = 0  # stop tokens are banned before this many tokens
     ignore_eos: bool = False
-    # All others are banned; None: all are allowed.
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None  # all others are banned; None: all are allowed
     bad_words: tuple[BannedText, ...] = ()
-    # The text of an llguidance grammar that the output follows; empty: none.
-    grammar: str = ""
+    grammar: str = ""  # the text of an llguidance grammar that the output follows; empty: none
 
     @property
     def has_penalties(self) -> bool:
@@ -99,5 +96,4 @@ class SamplingRow(Protocol):
     num_prompt_tokens: int
 
 
-# As in vLLM: below this temperature only the largest float32 logit keeps a nonzero probability.
-GREEDY_BELOW = 1e-5
+GREEDY_BELOW = 1e-5  # as in vLLM: at a lower temperature only the largest float32 logit keeps a probability above 0

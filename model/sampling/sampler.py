@@ -79,8 +79,7 @@ class Sampler:
         self._states: dict[int, _State] = {}  # by id() of the row
 
     def rows(self, wanted: Sequence[Wanted]) -> SampleRows:
-        """Return the rows of a step. ``token_ids`` of a sequence end with the token before its first chosen one, a deferred
-        one unless ``params.needs_tokens``."""
+        """Return the rows of a step. The last of a sequence's ``token_ids`` may be deferred unless ``params.needs_tokens``."""
         table, draws, bias, counts = [], [], [], []
         for row, targets, samples, draft in wanted:
             state, params = self._state(row), row.params

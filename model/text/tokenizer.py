@@ -116,9 +116,10 @@ def tokenizer_from_folder(folder: Path, bos_token_id: int | None, eos_token_ids:
     config = read_json(path) if path.is_file() else {}
     backend = _read_backend(folder)
     # Tokens that are only in the configuration; most folders have added tokens in both files.
-    for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
-        if backend.token_to_id(token["content"]) is None:
-            backend.add_tokens([AddedToken(**token)])
+    with naming(path, "its added_tokens_decoder is damaged", AttributeError, KeyError, TypeError, ValueError):
+        for _, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+            if backend.token_to_id(token["content"]) is None:
+                backend.add_tokens([AddedToken(**token)])
     template, tool_template, template_path = _chat_templates(folder, config)
     return Tokenizer(
         backend,
@@ -157,19 +158,22 @@ def _read_backend(folder: Path) -> Backend:
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None, Path]:
     """Return the default template, that for tools, and the file of both: a separate file has priority over the key."""
-    tools = folder / "additional_chat_templates" / "tool_use.jinja"
-    for name in ("chat_template.jinja", "chat_template.json"):
-        if (path := folder / name).is_file():
-            with naming(path, "cannot be read", UnicodeDecodeError):
-                text = path.read_text("utf-8") if path.suffix == ".jinja" else read_json(path).get("chat_template")
-                return text, tools.read_text("utf-8") if tools.is_file() else None, path
-    source, named = config.get("chat_template"), dict[Any, Any]()
-    if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default") or next(iter(named.values()), None)
-    if wrong := [each for each in (source, named.get("tool_use")) if not isinstance(each, str | None)]:
-        raise ModelError(f"{folder}: its chat_template is {wrong[0]!r:.60}, and should be text")
-    return source, named.get("tool_use"), folder / "tokenizer_config.json"
+    files = "chat_template.jinja", "chat_template.json"
+    path = next((folder / name for name in files if (folder / name).is_file()), folder / "tokenizer_config.json")
+    if path.name in files:
+        tools = folder / "additional_chat_templates" / "tool_use.jinja"
+        with naming(path, "cannot be read", UnicodeDecodeError):
+            template = path.read_text("utf-8") if path.suffix == ".jinja" else read_json(path).get("chat_template")
+            tool_template = tools.read_text("utf-8") if tools.is_file() else None
+    else:
+        template, named = config.get("chat_template"), dict[Any, Any]()
+        if isinstance(template, list):
+            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get("default") or next(iter(named.values()), None)
+        tool_template = named.get("tool_use")
+    if wrong := [each for each in (template, tool_template) if not isinstance(each, str | None)]:
+        raise ModelError(f"{path}: its chat_template is {wrong[0]!r:.60}, and should be text")
+    return template, tool_template, path
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -2,8 +2,7 @@
 
 import msgspec
 
-# Codecs of streamed layers by --weight-codec name.
-# Groups have 64 numbers: a model's rows are whole groups, and the scales take few bytes.
+# By --weight-codec's name. Groups of 64 numbers: a model's rows are whole groups, and the scales take few bytes.
 WEIGHT_CODECS = {"none": "none", "int8": "int8-g64", "int4": "int4-g64"}
 
 QUANTIZATIONS = ("auto", "none", "int8", "int4")  # of --quantization

@@ -150,7 +150,8 @@ class CheckpointStore(LayerFiles):
         """Make a store that encodes layers streamed from host memory or other ranks; all others stay plain."""
         codec = packed_layer.weight_codec("none" if plan.origin == "disk" else plan.codec)
         model = packed_layer.pack_model(config, shard, formats, dtype, codec)
-        stored = tuple((model.plain, model.stored)[layer in plan.streamed][layer] for layer in range(config.num_layers))
+        forms = enumerate(zip(model.plain, model.stored, strict=True))
+        stored = tuple(encoded if layer in plan.streamed else plain for layer, (plain, encoded) in forms)
         return cls(reader, config, shard, replace(model, stored=stored))
 
     def read_outer(self, device: torch.device, moved: Moved) -> Tensor:

@@ -16,8 +16,8 @@ def check_codec(codec: str, stored: Iterable[PackedLayer], formats: WeightFormat
     """Raise ValueError if the codec (a name of ``WEIGHT_CODECS``, or its full one) encodes nothing in ``stored``."""
     if codec != "none" and all(layer.is_plain for layer in stored):
         raise ValueError(
-            f"--weight-codec {codec.partition('-')[0]} has nothing to encode: the layers' matrices are already packed ({formats.name}); leave it "
-            "out, or unpack the matrices with --quantization none"
+            f"--weight-codec {codec.partition('-')[0]} has nothing to encode: the layers' matrices are already packed "
+            f"({formats.name}); leave it out, or unpack the matrices with --quantization none"
         )
 
 

@@ -1,4 +1,4 @@
-"""A rank's part of the layers of its stage, beside its shard of all layers (``--layout hybrid``): whole layers if it is alone there.
+"""A rank's part of its stage's layers, beside its shard of all layers (``--layout hybrid``): whole layers if it is alone there.
 
 Rows of q, k, v, gate and up that the shard has are not held twice if all are in the part: the product with the part's matrix is
 the shard's and that with the other rows, put in order. The output and down projections, whose columns are split, are
@@ -54,9 +54,9 @@ class JoinedRows:
 
 def embed_whole(token_ids_T: Tensor, first: Matrix, others: Matrix) -> Tensor:
     """Return (T, D) float32, unscaled embeddings, from the table's first rows and the others."""
-    first_T = token_ids_T < (num_first := first.shape[0])
+    first_T = token_ids_T < first.shape[0]
     first_TD = embedding(torch.where(first_T, token_ids_T, 0), first, torch.float32)
-    other_TD = embedding(torch.where(first_T, 0, token_ids_T - num_first), others, torch.float32)
+    other_TD = embedding(torch.where(first_T, 0, token_ids_T - first.shape[0]), others, torch.float32)
     return torch.where(first_T.unsqueeze(1), first_TD, other_TD)
 
 
@@ -80,7 +80,7 @@ def load_stage(
     own: Sequence[LayerWeights],
     outer: OuterWeights,
 ) -> tuple[ResidentWeights, Matrix | None]:
-    """Load what the stage needs in addition to the rank's own layers: its ``part`` of ``layers``, and rank 0's other rows of the embedding.
+    """Load what a stage needs beside the rank's own layers: its ``part`` of ``layers``, and on rank 0 the embedding's other rows.
 
     Raises ModelError. Cost: ``stage_bytes``.
     """

@@ -363,6 +363,37 @@ def test_norms_of_heads_that_do_not_match_are_refused() -> None:
             rotate_and_cache(qkv, Rotation(cos, sin, *caches(), slots), wrong)
 
 
+@pytest.mark.parametrize(
+    ("x", "residual", "norms", "message"),
+    [
+        (
+            torch.zeros(4, 8),
+            torch.zeros(1, 8),
+            SumNorms(None, NormForm(1e-5), None, torch.float32),
+            "got (4, 8), (1, 8)",
+        ),
+        (
+            torch.zeros(4, 8),
+            torch.zeros(4, 16)[:, ::2],
+            SumNorms(None, NormForm(1e-5), None, torch.float32),
+            "contiguous rows",
+        ),
+        (
+            torch.zeros(4, 8).half(),
+            torch.zeros(4, 8).half(),
+            SumNorms(None, NormForm(1e-5), None, torch.float32),
+            "in that dtype or in torch.float32; got torch.float32, torch.float16",
+        ),
+        (torch.zeros(4, 8), None, SumNorms(torch.ones(8), NormForm(1e-5), torch.ones(8)), "x_weight needs a residual"),
+    ],
+)
+def test_sums_that_do_not_match_are_refused_with_any_norms(
+    x: torch.Tensor, residual: torch.Tensor | None, norms: SumNorms, message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        add_rms_norm(x, residual, norms)
+
+
 def test_norm_weights_of_two_dtypes_are_refused() -> None:
     x, half, single = torch.zeros(2, 8), torch.ones(8).half(), torch.ones(8)
     for weight, x_weight, dtype in ((half, single, None), (None, half, torch.float32)):

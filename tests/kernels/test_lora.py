@@ -114,3 +114,6 @@ def test_tensors_that_do_not_match_are_refused() -> None:
         add_adapters(out, x.half(), site, 0, rows)
     with pytest.raises(ValueError, match="contiguous out and x; got strides"):
         add_adapters(torch.zeros(2, 64).bfloat16()[:, ::2], x, site, 0, rows)
+    for layer in (-1, site.num_layers):
+        with pytest.raises(ValueError, match=f"adapters of layer {layer}; there are layers 0 to {site.num_layers - 1}"):
+            add_adapters(out, x, site, layer, rows)

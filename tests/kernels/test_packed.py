@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from helpers.kernels.packed_blocks import any_blocks, each_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tightwire.kernels.packed import dequantize, embedding
+from tightwire.kernels.packed import arrange, dequantize, embedding
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS, Q4_0, Q4_1, Q8_0, PackedFormat
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference, quantize
 
@@ -145,6 +146,13 @@ def test_embedding_unpacks_the_rows_it_needs(packed: PackedFormat, dtype: torch.
     assert torch.equal(embedding(ids, table, dtype), dequantize_reference(table, dtype)[ids])
     plain = dequantize_reference(table, dtype)
     assert torch.equal(embedding(ids, plain, dtype), plain[ids])
+
+
+def test_embedding_of_an_interleaved_table_by_ids_that_are_not_contiguous() -> None:
+    table = arrange(any_blocks(replace(Q4_1, int8_activations=True), 50, 128))
+    assert isinstance(table, PackedMatrix)
+    ids = torch.arange(40)[::2]
+    assert torch.equal(embedding(ids, table, torch.float32), embedding(ids.contiguous(), table, torch.float32))
 
 
 def test_many_rows_are_unpacked_on_several_threads(num_threads: Callable[[int], None]) -> None:

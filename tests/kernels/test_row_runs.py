@@ -21,7 +21,8 @@ def test_the_kernel_does_what_the_reference_does(dtype: torch.dtype) -> None:
 
 def test_no_runs_copy_nothing() -> None:
     target = torch.ones(2, 3)
-    copy_runs(target, torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.int64))
+    for num_runs in (0, 1):  # and a run of no rows
+        copy_runs(target, torch.zeros(0, 3), torch.zeros(num_runs, 3, dtype=torch.int64))
     assert target.sum() == 6
 
 

@@ -75,8 +75,9 @@ typedef struct {
     address weight, bias;
     int64_t weight_stride, weight_kind, gelu;
 } tw_up_args;
-// out (T, O) = x (T, D) @ weight (O, D)^T + bias; with `up`, silu or gelu of that, rounded, times x @ up^T + bias, rounded. Items are outputs, of which a thread draws tw_outputs_at_once(). `x` holds rows of
-// tw_prepare_rows, tw_prepared_stride() apart, which were bfloat16 if `in_pairs`; `out` is of `kind`.
+// out (T, O) = x (T, D) @ weight (O, D)^T + bias; with `up`, silu or gelu of that, rounded, times x @ up^T + bias, rounded. `out`
+// is of `kind`. `x` holds rows of tw_prepare_rows, tw_prepared_stride() apart, which were bfloat16 if `in_pairs`. Items are
+// outputs, of which a thread draws tw_outputs_at_once().
 typedef struct {
     address out, x, weight, bias;
     int64_t x_stride, weight_stride, weight_kind, num_tokens, num_outputs, num_inputs, kind, bias_kind, in_pairs;
@@ -90,8 +91,9 @@ TW_API int64_t tw_outputs_at_once(const void *linear_args, int64_t num_threads);
 TW_API int64_t tw_panel(void);
 // Whether bfloat16 numbers are multiplied in pairs (AVX512-BF16).
 TW_API int64_t tw_has_pairs(void);
-// Rows of x of `kind` as tw_linear reads them: quantized for an integer kind of weights, in tiles for matrix units, else
-// widened; in tw_prepared_bytes(), which is 0 if x is read as it is. Items are sixteens of rows.
+// Rows of x of `kind` as tw_linear reads them: quantized for an integer kind of weights, in tiles for matrix units, in panels for
+// chains.cpp, else widened; in tw_prepared_bytes(), which is 0 if x is read as it is. `num_outputs` decides whether matrix units
+// read many rows in tiles. Items are sixteens of rows.
 typedef struct {
     address out, x;
     int64_t x_stride, num_rows, num_inputs, num_outputs, kind, weight_kind;
@@ -221,22 +223,22 @@ TW_API int64_t tw_decode_exponents(address message, int64_t num_bytes, address n
 
 // --- lora.cpp: low-rank adapters -----------------------------------------------------------------------------------
 
-// The matrices in one slot: A (parts x rank, inputs) and B transposed (rank, outputs) of layer 0; those of layer l follow after
+// The matrices in one entry: A (parts x rank, inputs) and B transposed (rank, outputs) of layer 0; those of layer l follow after
 // l times their bytes. B lies in panels of 64 outputs, each (rank, 64); the last one has fewer outputs if need be. Rank 0: the
-// slot has none here.
+// entry has none here.
 typedef struct {
     address a, b;
     int64_t rank;
 } tw_adapter;
 // One fused matrix of every layer. Part p has the outputs from part_stops[p - 1] to part_stops[p]. `most_width` is the
-// largest parts x rank of the slots.
+// largest parts x rank of the entries.
 typedef struct {
-    const tw_adapter *slots;
+    const tw_adapter *entries;
     int64_t num_inputs, num_parts, part_stops[3], kind, most_width;
 } tw_adapter_site;
-// Rows that follow each other and use the same slot.
+// Rows that follow each other and use the same entry.
 typedef struct {
-    int64_t first_row, num_rows, slot;
+    int64_t first_row, num_rows, entry;
 } tw_adapter_run;
 // out (T, O) of `out_kind` += (x A^T) B of each run. x (T, D) is of the site's kind; both are contiguous. `shrunk` is memory for
 // T x most_width float32 numbers.

@@ -88,7 +88,7 @@ void multiply(const tw_layer_program &program, tw_phase *phase, Site site, int64
         const tw_matrix_part *part = matrix.parts;
         int64_t panel = item - num_shrinks, first = 0;  // output of the part
         for (; panel >= panels_of(*part); part++) panel -= panels_of(*part), first += part->num_outputs;
-        const int64_t begin = PANEL * panel, end = begin + PANEL < part->num_outputs ? begin + PANEL : part->num_outputs;
+        const int64_t begin = PANEL * panel, end = least(begin + PANEL, part->num_outputs);
         const int64_t start = first + begin, stop = first + end;
         if (num_shrinks) prefetch_expand(adapters, start, stop);
         args.weight = part->data, args.weight_stride = part->stride, args.weight_kind = part->kind;

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t PANEL_OUTPUTS = 64;  // that lie together in B
 
-const tw_adapter &adapter_of(const tw_adapter_args &args, const tw_adapter_run &run) { return args.site->slots[run.slot]; }
+const tw_adapter &adapter_of(const tw_adapter_args &args, const tw_adapter_run &run) { return args.site->entries[run.entry]; }
 // The panel of B whose first output is `output`, of this layer; `output` may be the number of outputs: the end of B.
 const char *panel_of(const tw_adapter_args &args, const tw_adapter_run &run, int64_t output) {
     const tw_adapter_site &site = *args.site;

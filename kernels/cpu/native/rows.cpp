@@ -177,7 +177,7 @@ int64_t best_finite(const float *x, int64_t num_columns) {
     int64_t best_block = 0;
     F32 not_zero = splat(0.0f);  // NaN from the first infinity or NaN on
     for (int64_t start = 0; start < num_columns; start += block_columns) {
-        const int64_t stop = start + block_columns < num_columns ? start + block_columns : num_columns;
+        const int64_t stop = least(start + block_columns, num_columns);
         F32 block_best = splat(-infinity);
         for (int64_t at = start; at < stop; at += LANES) {
             F32 numbers = load_numbers<Float32>((const char *)(x + at), num_columns - at);

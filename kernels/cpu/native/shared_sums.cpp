@@ -92,7 +92,7 @@ int64_t one_shot(const tw_board &board, const char *x, char *out, int64_t num_el
         const int64_t turn = line_of(board, board.own)->turn;
         if (!tw_wait_for_all(&board, turn)) return step;
         const int64_t start = step / 2 * chunk;
-        const int64_t count = chunk < num_elems - start ? chunk : num_elems - start;
+        const int64_t count = least(chunk, num_elems - start);
         if (step % 2 == 0) {
             memcpy(buffer_of(board, board.own, turn + 1), x + start * bytes, count * bytes);
             tw_publish(&board, turn + 1, call);
@@ -115,10 +115,10 @@ int64_t two_shot(const tw_board &board, const char *x, char *out, int64_t num_el
         const int64_t turn = line_of(board, own)->turn;
         if (!tw_wait_for_all(&board, turn)) return step;
         const int64_t start = step / 3 * chunk;
-        const int64_t count = chunk < num_elems - start ? chunk : num_elems - start;
+        const int64_t count = least(chunk, num_elems - start);
         const int64_t slice_blocks = board.num_processes * BLOCK_ELEMS;
         const int64_t length = (count + slice_blocks - 1) / slice_blocks * BLOCK_ELEMS;
-        auto slice_start = [&](int64_t process) { return process * length < count ? process * length : count; };
+        auto slice_start = [&](int64_t process) { return least(process * length, count); };
         const int64_t own_from = slice_start(own), own_to = slice_start(own + 1);
         const char *source = x + start * bytes;
         char *target = out + start * bytes;

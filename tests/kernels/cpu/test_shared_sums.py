@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tightwire.kernels.cpu.library import lib, struct
-from tightwire.kernels.cpu.run import FLOAT32, NUMBER_KIND
+from tightwire.kernels.cpu.run import NUMBER_KIND
 from tightwire.kernels.cpu.shared_sums import DONE, MISMATCH, call_of, call_word, make_board
 
 CHUNK_BYTES = 1024
@@ -183,7 +183,7 @@ class _Process:
         self.note[0] = 7
         self.shown = np.zeros(_NOTE_BYTES // 8, dtype=np.int64)
         self.stamps_ns = np.zeros((_NUM_SUMS, 2), dtype=np.int64)
-        self.given = board, self.x.data_ptr(), self.out.data_ptr(), _NUM_ELEMS, FLOAT32
+        self.given = board, self.x.data_ptr(), self.out.data_ptr(), _NUM_ELEMS, NUMBER_KIND[torch.float32]
         note = self.note.ctypes.data, self.shown.ctypes.data, _NOTE_BYTES, self.stamps_ns.ctypes.data
         self.sums = struct("tw_sums", (*self.given, *note, DONE, 0, 0))
 

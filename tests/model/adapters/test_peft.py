@@ -115,7 +115,7 @@ def test_folders_that_are_incomplete_or_too_large(config: LlamaConfig, tmp_path:
     with pytest.raises(ModelError, match="has no adapter_config.json; give the folder"):
         open_adapter(tmp_path, config)
     folder = make_adapter(tmp_path, config)
-    with pytest.raises(ModelError, match="its rank is 4, and slots have room for 2; .* --max-lora-rank 4"):
+    with pytest.raises(ModelError, match="its rank is 4, and there is room for 2; .* --max-lora-rank 4"):
         open_adapter(folder, config, max_rank=2)
     _edit_tensors(folder, lambda tensors: tensors.pop("base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"))
     with pytest.raises(ModelError, match="tensor .*layers.1.mlp.up_proj.lora_B.weight is missing"):

@@ -167,6 +167,18 @@ def test_a_template_file_wins_and_of_named_ones_the_default(tmp_path: Path) -> N
     assert tokenizer_of(folder).render_chat(MESSAGES) == "from the file"
 
 
+def test_a_template_file_without_text_and_damaged_tokens_of_the_configuration_are_named(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "m")
+    (folder / "chat_template.json").write_text('{"chat_template": ["plain"]}')
+    with pytest.raises(ModelError, match=r"chat_template\.json: .*\['plain'\], and should be text"):
+        tokenizer_of(folder)
+    (folder / "chat_template.json").unlink()
+    for damaged in ({"x": {"content": "a"}}, {"304": {"text": "a"}}, ["a"]):
+        configured(folder, added_tokens_decoder=damaged)
+        with pytest.raises(ModelError, match=r"tokenizer_config\.json: its added_tokens_decoder is damaged"):
+            tokenizer_of(folder)
+
+
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_conversation_with_tools_has_the_template_for_tools_as_in_transformers(
     tmp_path: Path, in_files: bool

@@ -245,9 +245,9 @@ def test_attention(capability: int, dtype: torch.dtype, head_dim: int, per_kv_he
     types = {**ATTENTION_TYPES, **dict.fromkeys(("q", "k_cache", "v_cache", "out"), TYPES[dtype])}
     sizes = 8 * per_kv_head, 8, per_kv_head, 0, head_dim, width, 16
     rows, keys, num_warps = prefill.tile_sizes(width, per_kv_head, dtype)
-    shape = AttentionShape(*sizes, rows, keys, cap_log2)
+    shape = AttentionShape(*sizes, rows, keys, cap_log2, head_dim, 0)
     tile = _compiled(prefill._attend_tile, capability, types, {"shape": shape}, num_warps=num_warps)
-    shape = AttentionShape(*sizes, 16, decode.keys_at_once(width, dtype), cap_log2)
+    shape = AttentionShape(*sizes, 16, decode.keys_at_once(width, dtype), cap_log2, head_dim, 0)
     constants = {"shape": shape, **MERGING}
     chunks = _compiled(decode._attend_chunks, capability, types, constants, num_stages=decode.NUM_STAGES)
     for kernel, unit in ((tile, "wgmma" if capability == H100 else "mma.sync"), (chunks, "mma.sync")):
@@ -285,7 +285,7 @@ def test_attention_of_one_chunk_and_the_merge_of_several() -> None:
     from tightwire.kernels.cuda.attention_tiles import AttentionShape
 
     types = {**ATTENTION_TYPES, **dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")}
-    shape = AttentionShape(32, 8, 4, 0, head_dim=128, width=128, page=16, rows=16, keys=32, cap_log2=0.0)
+    shape = AttentionShape(32, 8, 4, 0, 128, 128, page=16, rows=16, keys=32, cap_log2=0.0, stored=128, turned=0)
     alone = _ptx(_attend_chunks, A100, types, {"shape": shape, **MERGING, "PARTIAL": False})
     assert "st.global.v4" in alone and "atom." not in alone
     before, arrival, after = re.split(r"(atom\.\S+)", _ptx(_attend_chunks, H100, types, {"shape": shape, **MERGING}))

@@ -1,7 +1,7 @@
 // Paged causal attention that reads keys and values where they lie in the cache.
 //
-// A tile is up to 96 query rows: some tokens of one sequence, times the query heads of one KV head. So a block of keys is
-// read once for all of them. A tile walks its keys in blocks of 64 from position 0 with an online softmax:
+// A tile is at most 96 or 192 query rows (kernels/cpu/attention.py): some tokens of one sequence, times the query heads of one KV
+// head. So a block of keys is read once for all. A tile walks its keys in blocks of 64 from position 0 with an online softmax:
 //
 //     1. widen 64 keys (in 8 bits also add their bias), transpose them, scores = q @ k^T             (q was multiplied by scale * log2(e))
 //     2. new maximum; multiply the sums by 2^(old - new); p = 2^(score - new)
@@ -83,7 +83,7 @@ template <bool IN_PAIRS>
 void attend_rows(const Buffers &buffers, const Rows &rows, const Keys &keys, int64_t first_row, float scale, float cap) {
     const int64_t left = rows.num_rows - first_row, padded = buffers.padded;
     Chunk chunk;
-    chunk.first_row = first_row, chunk.num_rows = left < CHUNK ? left : CHUNK;
+    chunk.first_row = first_row, chunk.num_rows = least(left, CHUNK);
     const float *queries = buffers.queries + padded * first_row;
     const Product product = {buffers.scores, queries, buffers.keys_t, KEYS, padded, KEYS, chunk.num_rows, keys.depth, nullptr};
     (keys.width == KEYS ? multiply<KEYS, false, IN_PAIRS> : multiply<KEYS / 2, false, IN_PAIRS>)(product);
@@ -111,8 +111,8 @@ void attend_tile(const tw_attend_args &args, const tw_tile &tile, int64_t kv_hea
     const int64_t first_position = ((const int32_t *)args.context_lens)[tile.seq] - (seq_end - tile.first_row);
     const int64_t first_of_group = kv_head * args.heads_per_kv_head - args.skipped_heads;
     const int64_t behind_group = first_of_group + args.heads_per_kv_head;
-    const int64_t first_head = first_of_group > 0 ? first_of_group : 0;
-    const int64_t num_heads = (behind_group < args.num_heads ? behind_group : args.num_heads) - first_head;
+    const int64_t first_head = most(first_of_group, 0);
+    const int64_t num_heads = least(behind_group, args.num_heads) - first_head;
     const Rows rows = {tile.first_row, first_head, num_heads, tile.num_tokens * num_heads};
     const Buffers buffers = make_buffers(rows.num_rows, args.head_dim);
     if constexpr (IN_PAIRS) set_units(rows.num_rows);

@@ -28,14 +28,14 @@ INLINE void quantize_head(const char *source, int64_t size, char *codes, char *s
     }
     const uint32_t top = (uint32_t)max_lanes_unsigned(largest);
     const bool finite = top < 0x7F800000;
-    const float least = float_of(top) / 127.0f;
-    const uint32_t bits = finite ? (bits_of(least > 0x1p-126f ? least : 0x1p-126f) + 0xFFFF) >> 16 : 0x7FC0;
+    const float exact = float_of(top) / 127.0f, normal = exact > 0x1p-126f ? exact : 0x1p-126f;
+    const uint32_t bits = finite ? (bits_of(normal) + 0xFFFF) >> 16 : 0x7FC0;  // rounded up to bfloat16
     const F32 inverse = splat(1.0f / float_of(bits << 16));
     for (int64_t at = 0; at < size; at += LANES) {
         const int64_t left = size - at;
         const F32 value = load_numbers<Number>(source + Number::size * at, left);
         const Bytes bytes = low_bytes(finite ? bits_of(value * inverse + splat(ROUND_TO_INTEGER)) : splat_int(0));
-        memcpy(codes + at, &bytes, left < LANES ? left : LANES);
+        memcpy(codes + at, &bytes, least(left, LANES));
     }
     memcpy(scale, &bits, SCALE_BYTES);
 }

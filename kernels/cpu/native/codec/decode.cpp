@@ -23,7 +23,7 @@ struct CodedGroup {
         scale = splat(from_bf16(scale_bits)), zero = splat(from_bf16(zero_bits));
         level = splat_int(message.format.symmetric ? Shape::num_levels : 0);
     }
-    // What sums add to a level, and with it.
+    // Sums add `raise` to each level, and take it off in `start` (kernels/spec/block_quant.py).
     static constexpr int raise = Shape::is_float8 ? 0 : 128;
     float start() const { return from_bf16(zero_bits) - (raise + level.reg[0][0]) * from_bf16(scale_bits); }
     F32 raised(I32 code) const { return Shape::is_float8 ? from_e4m3(code) : to_float(code + splat_int(raise)); }
@@ -164,10 +164,10 @@ void tw_decode_reduce_encode(const void *recode_args, int64_t start, int64_t sto
     const int64_t size = format.group_elems, out_size = out_format.group_elems;
     const bool stay_rotated = format.hadamard && out_format.hadamard && size == out_size;
     const Message out(args.out, out_format, args.num_elems);
-    const int64_t end = stop * MAX_GROUP < args.num_elems ? stop * MAX_GROUP : args.num_elems;
+    const int64_t end = least(stop * MAX_GROUP, args.num_elems);
     alignas(64) float sums[BLOCK];
     for (int64_t first = start * MAX_GROUP; first < end; first += BLOCK) {
-        const int64_t count = end - first < BLOCK ? end - first : BLOCK;
+        const int64_t count = least(end - first, BLOCK);
         const int64_t num_groups = (count + size - 1) / size;
         const bool turns_back = format.hadamard && !stay_rotated;
         with_shape(format, [&]<class S>(S) { add_groups<S>(args, first / size, num_groups, turns_back, sums); });

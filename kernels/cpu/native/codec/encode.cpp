@@ -13,10 +13,10 @@ constexpr uint32_t LARGEST_BF16 = 0x7F7F;
 // Whole groups, of which the last may be filled up, and facts about each.
 struct Block {
     alignas(64) float numbers[BLOCK];
-    // The number of the largest size: its size in the upper 31 bits, above infinity for NaN, and its sign in the lowest bit. Of
-    // two of equal size and unlike sign, the negative one; -0 if all are zeros. For symmetric formats, the others have:
+    // Of symmetric formats, the number of the largest size: its size in the upper 31 bits, above infinity for NaN, and its sign in
+    // the lowest bit. Of two of equal size and unlike sign, the negative one; -0 if all are zeros.
     alignas(64) int32_t largest[MAX_GROUPS] = {};
-    alignas(64) float low[MAX_GROUPS] = {}, high[MAX_GROUPS] = {};  // low is NaN if a number is infinite or NaN
+    alignas(64) float low[MAX_GROUPS] = {}, high[MAX_GROUPS] = {};  // of others; low is NaN if a number is infinite or NaN
     alignas(64) float scale[MAX_GROUPS], inverse[MAX_GROUPS], zero[MAX_GROUPS];
     uint32_t broken;  // a bit for each group that must decode to NaN
     int64_t num_groups;

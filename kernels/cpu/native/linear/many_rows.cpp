@@ -18,7 +18,8 @@ constexpr int64_t MAX_ROWS_BYTES = 1 << 20;               // of inputs at hand: 
 constexpr int64_t MAX_ROWS = 16 * BLOCK, MIN_ROWS = 256;  // of them; fewer rows would not repay filling a panel
 constexpr int64_t MAX_COLUMNS = 32 * BLOCK;               // whose cells are kept while some inputs after others are at hand
 
-// Weights of `columns` outputs, up to 32 or with gates sixteen, and `steps` times 32 inputs, in tiles.
+// Weights in tiles: `columns` outputs from `first` on, up to 32 or with gates sixteen, and 32 inputs for each of `steps` from
+// `step` on.
 struct Panel {
     char *tiles;
     int64_t first, columns, step, steps;

@@ -59,8 +59,8 @@ INLINE void zero_cells() {
     _tile_zero(3);
 }
 
-// Up to UNIT_INPUTS inputs of up to sixteen columns as rows of whole steps, `stride` bytes apart, a multiple of 4: where they lie, or in `copies`, unpacked or
-// as they are. Calls `between` after each column that is unpacked.
+// Up to UNIT_INPUTS inputs of up to sixteen columns as rows of whole steps: where they lie, or in `copies`, unpacked or as they
+// are. Sets `stride`, the bytes between rows, a multiple of 4. Calls `between` after each column that is unpacked.
 const char *columns_at(const tw_linear_args &args, int64_t first, int64_t columns, int64_t begin, int64_t inputs, char *copies,
                        int64_t &stride, auto between) {
     const char *row = (const char *)args.weight + args.weight_stride * first;
