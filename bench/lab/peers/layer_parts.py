@@ -64,7 +64,7 @@ def measure_parts(
     """Time the parts of every load, in bfloat16. Runs on every rank."""
     options = StreamOptions(
         quantization=quantization,
-        all_reduce=all_reduce,
+        allreduce=all_reduce,
         threads=max(1, num_cores() // group.world_size),
         context=max(load.tokens for load in loads),
         batches=(max(load.sequences for load in loads),),
