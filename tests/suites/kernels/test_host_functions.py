@@ -197,7 +197,7 @@ def test_a_launch(case: str, capability: int, tmp_path: Path, monkeypatch: pytes
         if kernel.name in ("_attend_tile", "_attend_chunks", "_shrink"):
             assert "mma" in kernel.ptx, kernel.name
         assert _waits_first(kernel.ptx) == (capability >= 90), kernel.name
-        starts_next = "griddepcontrol.launch_dependents;" in kernel.ptx
+        starts_next = "griddepcontrol.launch_dependents" in kernel.ptx
         assert starts_next == (capability >= 90 and "shot" not in kernel.name), kernel.name
 
 
@@ -205,7 +205,7 @@ def _waits_first(ptx: str) -> bool:
     """True if a kernel waits for the one before, before it touches memory."""
     access = re.search(r"(ld|st|atom|red)\.\S*global|cp\.async\S*global", ptx)
     assert access is not None
-    return 0 <= ptx.find("griddepcontrol.wait;") < access.start()
+    return 0 <= ptx.find("griddepcontrol.wait") < access.start()
 
 
 def _least(kernel: str) -> int:
