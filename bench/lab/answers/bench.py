@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +18,7 @@ from typing import Any
 import httpx
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from tightwire.bench.client import ask
 from tightwire.bench.lab.answers.options import AnswersOptions
@@ -125,18 +126,16 @@ def answer(model: PreTrainedModel, prompts: Mapping[str, Sequence[int]], num_tok
     inputs = torch.tensor([[0] * pad + list(ids) for pad, ids in zip(padding, prompts.values(), strict=True)])
     mask = (torch.arange(longest + num_tokens) >= torch.tensor(padding)[:, None]).long()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
-    past, rows, tokens, stop = None, list[Tensor](), list[Tensor](), longest
+    rows, tokens, stop = list[Tensor](), list[Tensor](), longest
+    name = (
+        "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    )  # transformers 5.24 changed it
+    cache = {name: DynamicCache(config=model.config)}
     for _ in range(num_tokens):
         start = stop - inputs.shape[1]
-        output = model(
-            inputs,
-            past_key_values=past,
-            attention_mask=mask[:, :stop],
-            position_ids=positions[:, start:stop],
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        past, stop = output.past_key_values, stop + 1
+        places = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+        output = model(inputs, **places, **cache, use_cache=True, logits_to_keep=1)
+        stop += 1
         rows.append(output.logits[:, -1].float().log_softmax(-1))
         tokens.append(rows[-1].argmax(-1))
         inputs = tokens[-1][:, None]

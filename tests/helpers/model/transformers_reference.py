@@ -1,11 +1,13 @@
 """Answers of transformers, the reference of the parity tests."""
 
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from tightwire.kernels.spec.gguf_blocks import PACKED_FORMATS
 from tightwire.kernels.spec.packed import PackedMatrix, dequantize_reference
@@ -68,11 +70,14 @@ def greedy_with_logits(folder: Path, num_prompt: int, num_tokens: int) -> tuple[
 @torch.inference_mode()
 def greedy(model: LlamaForCausalLM, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Plain greedy decoding with transformers' own cache; no end token stops it."""
-    tokens, past = [], None
+    tokens = []
+    name = (
+        "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    )  # transformers 5.24 changed it
+    cache: dict[str, Any] = {name: DynamicCache(config=model.config)}
     inputs = torch.tensor([list(prompt)])
     for _ in range(num_tokens):
-        output = model(inputs, past_key_values=past, use_cache=True, logits_to_keep=1)
-        past = output.past_key_values
+        output = model(inputs, use_cache=True, logits_to_keep=1, **cache)
         tokens.append(int(output.logits[0, -1].argmax()))
         inputs = torch.tensor([tokens[-1:]])
     return tokens
