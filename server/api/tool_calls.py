@@ -83,6 +83,9 @@ class CallReader:
     def flush(self) -> list[Piece]:
         """The rest, when no more text comes. A call that was cut off and not begun to be sent is text."""
         pieces = [piece for piece in self._read(at_end=True) if self._noted(piece)]
+        if self._call is not None and self._call.raw.startswith("["):  # or a quote in three quotes has hidden its end
+            call, self._call = self._call, None
+            pieces += [piece for piece in self._whole(call.raw) if self._noted(piece)]
         rest = self._skipped + self._call.raw if self._call is not None and self._call.sent is None else self._text
         self._text = ""
         if (rest.strip() or not self.num_calls) and self._noted(rest):

@@ -68,6 +68,7 @@ def read(text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str
         ("[find-on-page(a=1)]", "[find-on-page(a=1)]", []),
         ("[add - 1]", "[add - 1]", []),
         ("[unknown(a=1)] Done.", "[unknown(a=1)] Done.", []),
+        ('[add(a="""5" wide""")]', "", [("add", {"a": '5" wide'})]),
         ("[add(a='a]\\'', b=\"\u01c3Kung\", c=(1, ')'))]", "", [("add", {"a": "a]'", "b": "\u01c3Kung", "c": [1, ")"]})]),
         # Mistral: a list, or names and arguments, with or without ids.
         (
