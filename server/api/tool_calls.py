@@ -30,10 +30,8 @@ _NAMED_CHARS = 200  # longer than a name and an id
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.-]*\s*\(")
 _MAYBE_PYTHONIC = re.compile(r"\[\s*([A-Za-z_][\w.-]*\s*)?")
-_HYPHENATED = re.compile(
-    r"(?<![\w.-])[A-Za-z_][\w.]*(?:-[\w.]+)+(?=\s*\()"
-)  # a name, which Python reads as a difference
-_HYPHEN = "\u01c3"  # in place of its hyphens: a letter for Python
+_HYPHENATED = re.compile(r"(?<![\w.-])[A-Za-z_][\w.]*(?:-[\w.]+)+(?=\s*\()")  # a name, but a difference for Python
+_HYPHEN = "\U00010767"  # in place of its hyphens: a letter for Python, of Linear A
 
 
 class CallPiece(NamedTuple):
@@ -70,7 +68,6 @@ class CallReader:
         self._text, self._num_chars = "", 0  # not read yet; of the whole answer so far
         self.text_ends: list[int] = []  # where the last pieces of text end in the answer
         self._at_start, self._in_calls = True, False
-        self._num_tried = 0  # characters of a list of Python calls in which its end was looked for
         self._skipped = ""  # read since the last call; text after all, if no call follows
         self._call: _OpenCall | None = None
 
@@ -86,6 +83,9 @@ class CallReader:
     def flush(self) -> list[Piece]:
         """The rest, when no more text comes. A call that was cut off and not begun to be sent is text."""
         pieces = [piece for piece in self._read(at_end=True) if self._noted(piece)]
+        if self._call is not None and self._call.raw.startswith("["):  # or a quote in three quotes has hidden its end
+            call, self._call = self._call, None
+            pieces += [piece for piece in self._whole(call.raw) if self._noted(piece)]
         rest = self._skipped + self._call.raw if self._call is not None and self._call.sent is None else self._text
         self._text = ""
         if (rest.strip() or not self.num_calls) and self._noted(rest):
@@ -121,7 +121,7 @@ class CallReader:
             return
         if self._at_start and re.match(r"\[(?!\s*\{)", stripped):
             if _PYTHONIC.match(stripped):
-                yield from self._pythonic(stripped, at_end)
+                self._call, self._text, self._at_start = _OpenCall(is_python=True), stripped, False
                 return
             if not at_end and _MAYBE_PYTHONIC.fullmatch(stripped):
                 return
@@ -208,7 +208,10 @@ class CallReader:
                 yield from self._whole(call.raw)
 
     def _whole(self, raw: str) -> Iterator[Piece]:
-        """A complete object whose keys are in another order, or that is not a call."""
+        """A complete object whose keys are in another order, or that is not a call, or a list of Python calls."""
+        if raw.startswith("["):
+            yield from self._python_calls(_parse_python(raw), raw)
+            return
         try:
             found: dict[str, Any] = json.loads(raw)
             json.dumps(found, allow_nan=False)  # a number that is too large, or NaN, is no JSON
@@ -221,44 +224,34 @@ class CallReader:
             yield self._skipped + raw
             self._skipped = ""
 
-    def _pythonic(self, stripped: str, at_end: bool) -> Iterator[Piece]:
-        """A list of Python calls is read as a whole, because its end decides what it is."""
-        while end := stripped.find("]", self._num_tried) + 1:
-            self._num_tried = end
-            if (calls := _parse_python(stripped[:end])) is not None:
-                self._text, self._at_start = stripped[end:], False
-                yield from self._python_calls(calls, stripped[:end])
-                return
-        if at_end:
-            self._text, self._at_start = "", False
-            yield stripped
-
     def _python_lines(self, at_end: bool) -> Iterator[Piece]:
         """Calls up to the end mark, or to the answer's end without it."""
         lines, end, rest = self._text.partition(_LINES_END)
         if end or at_end:
             self._in_calls, self._text, self._skipped, self._at_start = False, rest, "", False
-            yield from self._python_calls(_parse_python(re.sub(r"\n\s+", "\n", lines.strip())), _LINES + lines + end)
+            calls = _parse_python(lines.strip()) or _parse_python(re.sub(r"\n\s+", "\n", lines.strip()))
+            yield from self._python_calls(calls, _LINES + lines + end)
 
     def _python_calls(self, calls: list[tuple[str, dict[str, Any]]] | None, text: str) -> Iterator[Piece]:
         """The calls; the text that they were read from if there are none, or one is of no known tool."""
-        if calls is None or any(name not in self._names for name, _ in calls):
+        if not calls or any(name not in self._names for name, _ in calls):
             yield text
         else:
             yield from (self._begin(name, arguments) for name, arguments in calls)
 
 
 class _OpenCall:
-    """The text of one JSON object so far. ``sent``: the end of the part of ``raw`` that was sent, or None before anything was.
+    """The text so far of a JSON object, or of a list of Python calls. ``sent``: the end of what was sent of ``raw``, or None.
 
     An object that is made with ``sent=0`` is the arguments themselves.
     """
 
-    def __init__(self, sent: int | None = None) -> None:
+    def __init__(self, sent: int | None = None, *, is_python: bool = False) -> None:
         self.raw = ""
+        self._quotes, self._opening, self._closing = ("\"'", "([{", ")]}") if is_python else ('"', "[{", "]}")
         self.sent, self._is_arguments = sent, sent is not None
         self.is_complete = False
-        self._depth, self._in_string, self._escaped = 0, False, False
+        self._depth, self._escaped, self._quote = 0, False, ""  # of the string that the text ends in
         self._inner_end: int | None = None  # after the first value inside that is not a string or number
 
     def take(self, text: str) -> str:
@@ -266,15 +259,15 @@ class _OpenCall:
         for at, char in enumerate(text):
             if self._escaped:
                 self._escaped = False
-            elif char == "\\" and self._in_string:
+            elif char == "\\" and self._quote:
                 self._escaped = True
-            elif char == '"':
-                self._in_string = not self._in_string
-            elif self._in_string:
+            elif char in self._quotes and self._quote in ("", char):
+                self._quote = "" if self._quote else char
+            elif self._quote:
                 continue
-            elif char in "{[":
+            elif char in self._opening:
                 self._depth += 1
-            elif char in "}]":
+            elif char in self._closing:
                 self._depth -= 1
                 if self._depth == 1 and self._inner_end is None:
                     self._inner_end = len(self.raw) + at + 1

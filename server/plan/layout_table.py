@@ -23,7 +23,7 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.config.weights import WeightOptions
 from tightwire.server.plan.comm_decision import SumDecision
 from tightwire.server.plan.layout_times import CROWD, REQUEST, Predictor, RowWork, Stages, Times, sums_of
-from tightwire.server.plan.rank_bytes import CacheShape, MemoryInputs, rank_bytes, split_ranks
+from tightwire.server.plan.rank_bytes import SHARED_RUNTIME_BYTES, CacheShape, MemoryInputs, rank_bytes, split_ranks
 from tightwire.server.plan.setting import DecidedSetting
 
 CONTEXT = 8192  # tokens of the KV cache in the memory of a host, or the model's context
@@ -147,7 +147,7 @@ def _token_stages(
         return stages
     largest = max(sizes) + inputs.layer_block(inputs.model, whole_shard(inputs.model)) * -(-context // BLOCK_SIZE)
     ranks, outer = rank_bytes(_in_stages(inputs, len(rates)), EVERYTHING_RESIDENT), outer_bytes(inputs)
-    besides = _by_host([rank.fixed - rank.weights for rank in ranks], len(rates))
+    besides = _by_host(inputs, [rank.fixed - rank.weights for rank in ranks], len(rates))
     besides[0], besides[-1] = besides[0] + outer["embedding"], besides[-1] + outer.get("head", outer["embedding"])
     with suppress(ValueError):  # no stages fit, which their row says
         stages = divide(most=[(own - beside) // largest for own, beside in zip(room, besides, strict=True)]).layers
@@ -163,12 +163,13 @@ def host_bytes(inputs: MemoryInputs, layout: str, stages: Stages, context: int, 
         inputs = replace(inputs, stages=plan)
     num_blocks = CacheShape.of(inputs.model, inputs.options, bounded=inputs.stages is None).blocks(context)
     ranks = rank_bytes(inputs, EVERYTHING_RESIDENT)
-    return _by_host([rank.fixed + num_blocks * rank.block for rank in ranks], num_hosts)
+    return _by_host(inputs, [rank.fixed + num_blocks * rank.block for rank in ranks], num_hosts)
 
 
-def _by_host(of_ranks: Sequence[int], num_hosts: int) -> list[int]:
+def _by_host(inputs: MemoryInputs, of_ranks: Sequence[int], num_hosts: int) -> list[int]:
     each = len(of_ranks) // num_hosts
-    return [sum(of_ranks[first : first + each]) for first in range(0, len(of_ranks), each)]
+    shared = (each - 1) * SHARED_RUNTIME_BYTES if inputs.device == "cpu" else 0
+    return [sum(of_ranks[first : first + each]) - shared for first in range(0, len(of_ranks), each)]
 
 
 def _in_stages(inputs: MemoryInputs, num: int) -> MemoryInputs:

@@ -310,8 +310,10 @@ class TrainConfig(Section):
         ):  # a run's own file has all keys, so one with its default is as good as none
             section, _, key = name.rpartition(".")
             holder = getattr(self, section, self)
-            if not is_used and getattr(holder, key) != type(holder).model_fields[key].default:
-                raise ValueError(f"this run does not use {name}, which is for {use}; remove it")
+            default = type(holder).model_fields[key].default
+            if not is_used and getattr(holder, key) != default:
+                undo = f"remove it, or override it with {name}={default}" if section else "remove it"
+                raise ValueError(f"this run does not use {name}, which is for {use}; {undo}")
         if is_prompts:
             self._check_answers()
         if (data.kind == "distill") != (self.distill is not None):

@@ -45,7 +45,7 @@ def check_early(config: TrainConfig, topology: Topology) -> RunData:
     """The run's data, after all checks that need no torch. Raises ValueError: the run would fail its later checks."""
     config.check_ranks(topology)
     model, target = config.model, config.distill.target if config.distill else ""
-    tokenizer = "" if model.tokenizer.startswith((BYTES, BPE)) else model.tokenizer
+    tokenizer = "" if model.tokenizer == BYTES or model.tokenizer.startswith(BPE) else model.tokenizer
     for key, name in (("model.start", model.start), ("model.tokenizer", tokenizer), ("distill.target", target)):
         with naming(key):
             if name:

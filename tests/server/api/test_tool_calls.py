@@ -7,6 +7,7 @@ import pytest
 from tokenizers import AddedToken
 
 from tightwire.model.text.tokenizer import Tokenizer, byte_backend
+from tightwire.server.api import tool_calls
 from tightwire.server.api.tool_calls import CallReader, openers_of, opens_thought
 
 NAMES = {"weather", "add", "geo.find", "find-in-page"}
@@ -67,6 +68,8 @@ def read(text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str
         ("[find-on-page(a=1)]", "[find-on-page(a=1)]", []),
         ("[add - 1]", "[add - 1]", []),
         ("[unknown(a=1)] Done.", "[unknown(a=1)] Done.", []),
+        ('[add(a="""5" wide""")]', "", [("add", {"a": '5" wide'})]),
+        ("[add(a='a]\\'', b=\"\u01c3Kung\", c=(1, ')'))]", "", [("add", {"a": "a]'", "b": "\u01c3Kung", "c": [1, ")"]})]),
         # Mistral: a list, or names and arguments, with or without ids.
         (
             f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}, "id": "a1b2c3d4e"}}]',
@@ -108,6 +111,8 @@ def read(text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str
             ],
         ),
         ("<function_calls>\nadd(a=1)", "", [("add", {"a": 1})]),
+        ('<function_calls>add(a="""if b:\n    c""")</function_calls>', "", [("add", {"a": "if b:\n    c"})]),
+        ("<function_calls>\n</function_calls>", "<function_calls>\n</function_calls>", []),
         ("<function_calls>add()</function_calls> <function_calls>add(a=-1)</function_calls>Done.", "Done.", [
             ("add", {}),
             ("add", {"a": -1}),
@@ -213,6 +218,14 @@ def test_a_prompt_may_have_begun_the_thinking(size: int) -> None:
 def test_marks_that_a_model_does_not_know_are_text(size: int) -> None:
     call = '[TOOL_CALLS]add[ARGS]{"a": 1}'
     assert read(call, size, openers=("<tool_call>",)) == (call, [])
+
+
+def test_a_list_of_python_calls_is_parsed_once_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    monkeypatch.setattr(tool_calls, "_parse_python", lambda text: parsed.append(text))
+    reader, given = CallReader(NAMES), "[add(a=[" + "[1], " * 9 + "])]"
+    assert [piece for char in given + "(no call" for piece in reader.push(char)] == [given, *"(no call"]
+    assert parsed == [given]
 
 
 @pytest.mark.parametrize("size", [1, 1000])

@@ -16,7 +16,7 @@ from tightwire.server.config.serve import EngineOptions
 from tightwire.server.hosts.launcher import planned_hosts
 from tightwire.server.plan.comm_decision import decide_sums
 from tightwire.server.plan.layout_table import Row, choose_layout, compare_layouts, host_bytes, memory_inputs, work_of
-from tightwire.server.plan.rank_bytes import MemoryInputs
+from tightwire.server.plan.rank_bytes import SHARED_RUNTIME_BYTES, MemoryInputs
 
 MODEL = LlamaConfig(
     num_layers=32,
@@ -78,6 +78,11 @@ def test_hosts_hold_their_part_of_the_weights(num: int) -> None:
     by_columns = (MODEL.hidden_size * (4096 + 14336)) / MODEL.layer_matrix_elems  # of o_proj and down_proj
     assert pipeline == pytest.approx(1 / num, rel=0.02)
     assert hybrid == pytest.approx(2 / num - 1 / num**2 + by_columns / num**2, rel=0.02)
+
+
+def test_ranks_of_a_host_count_once_what_they_share() -> None:
+    each, both = (host_bytes(inputs(4), "tensor", (), 0, num) for num in (4, 2))
+    assert both == [sum(each[:2]) - SHARED_RUNTIME_BYTES, sum(each[2:]) - SHARED_RUNTIME_BYTES]
 
 
 def test_cache_of_a_pipeline_is_that_of_its_layers() -> None:

@@ -187,7 +187,7 @@ def test_no_prompts_are_held_out_unless_asked() -> None:
         (["data.kind=chat", "data.parted_by=file"], "not use data.parted_by, which is for data.kind=text"),
         (
             ["schedule.kind=constant", "schedule.final_share=0.3"],
-            "not use schedule.final_share, which is for schedule.kind=linear and cosine",
+            "which is for schedule.kind=linear and cosine; remove it, or override it with schedule.final_share=0.1",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from tightwire.training.run.early_checks import check_early
         ("run=TMP/text.txt/run", "run: .*text.txt is no folder in which you may read and create files"),
         ("model={start: smollm3}", "model.start: no such model: 'smollm3' is neither a file nor a folder"),
         ("model.tokenizer=smollm3", "model.tokenizer: no such model: 'smollm3' is neither a file nor a folder"),
+        ("model.tokenizer=bytess", "model.tokenizer: no such model: 'bytess' is neither a file nor a folder"),
         ("data.files=[none.txt]", "no file matches none.txt .*or english-prose"),
         ("data.files=[TMP/empty.txt]", "data.files: there is no document in .*empty.txt"),
     ],
