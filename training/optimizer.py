@@ -31,7 +31,7 @@ def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, 
         names_of_state(optimizer)  # the class refuses some values only in a step
         return optimizer
     except (TypeError, ValueError, LookupError, AssertionError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"optimizer.options: {cls.__name__} refuses {config.options}: {error}") from None
+        raise ValueError(f"optimizer: {cls.__name__} refuses lr={config.lr:g}, {config.options}: {error}") from None
 
 
 def names_of_state(optimizer: Optimizer) -> set[str]:
