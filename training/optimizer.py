@@ -46,7 +46,7 @@ def names_of_state(optimizer: Optimizer) -> set[str]:
 
 
 def learning_rate(schedule: ScheduleConfig, height: float, step: int) -> float:
-    """The rate of ``step``, from 0: ``height`` / N in the first of N warm-up steps, the final rate in the last."""
+    """The rate of ``step``, from 0: ``height`` / N in the first of N warm-up steps, the final rate in the last of two or more behind them."""
     if step < schedule.warmup_steps:
         return height * (step + 1) / schedule.warmup_steps
     steps_left = schedule.steps - 1 - schedule.warmup_steps
