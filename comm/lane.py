@@ -22,7 +22,7 @@ class Pending:
     """The work that a lane was given: its result, once there is one."""
 
     def __init__(self, ledger: Ledger) -> None:
-        # Result, seconds in collectives, of it coding, and on CUDA the place in the lane's stream where it is ready.
+        # The result, the seconds in collectives, those of them spent coding, and on CUDA the event after which the result is ready.
         self.done: Future[tuple[Tensor | None, float, float, torch.cuda.Event | None]] = Future()
         self._ledger = ledger
 

@@ -28,7 +28,7 @@ _LESS_MEMORY = (
 def train(argv: Sequence[str], make_engines: "Callable[[], Engines] | None" = None) -> int:
     """Run ``tightwire train``: 0 after the last step or Ctrl-C, 143 after SIGTERM, 1 if it failed, 2 if refused.
 
-    ``make_engines``: of what answers the prompts of GRPO and of a distillation.
+    ``make_engines``: makes what answers the prompts of GRPO, of PPO and of a distillation.
     """
     args = _make_parser().parse_intermixed_args(argv)
     if args.keys:

@@ -31,7 +31,7 @@ def make_optimizer(config: OptimizerConfig, param_groups: Sequence[Mapping[str, 
         names_of_state(optimizer)  # the class refuses some values only in a step
         return optimizer
     except (TypeError, ValueError, LookupError, AssertionError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"optimizer.options: {cls.__name__} refuses {config.options}: {error}") from None
+        raise ValueError(f"optimizer: {cls.__name__} refuses lr={config.lr:g}, {config.options}: {error}") from None
 
 
 def names_of_state(optimizer: Optimizer) -> set[str]:
@@ -46,7 +46,7 @@ def names_of_state(optimizer: Optimizer) -> set[str]:
 
 
 def learning_rate(schedule: ScheduleConfig, height: float, step: int) -> float:
-    """The rate of ``step``, from 0: ``height`` / N in the first of N warm-up steps, the final rate in the last."""
+    """The rate of ``step``, from 0: ``height`` / N in the first of N warm-up steps, the final rate in the last of two or more behind them."""
     if step < schedule.warmup_steps:
         return height * (step + 1) / schedule.warmup_steps
     steps_left = schedule.steps - 1 - schedule.warmup_steps

@@ -115,7 +115,7 @@ def read_tuned(path: Path, host: Host) -> TuneRecords:
         if schema != SCHEMA:
             return TuneRecords(warning=f"{path} has schema {schema} and this version reads {SCHEMA}; {again}")
         file = msgspec.json.decode(text, type=_File)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return TuneRecords(warning=f"{path} is damaged ({error}); {again}")
     if file.host != host:
         return TuneRecords(warning=f"{path} was measured on another host ({file.host.cpu}); {again}")

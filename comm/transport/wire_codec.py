@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tightwire.kernels.cpu.library import lib
 
-LEAST_BYTES = 64 << 10  # of a message; below, coding takes longer than it saves
-USUAL_SHARE, CODING_US_A_MIB = 0.72, 280  # what remains of partial sums; encoding or decoding on a Zen 5
+LEAST_BYTES = 64 << 10  # coding a shorter message takes longer than it saves
+USUAL_SHARE, CODING_US_A_MIB = 0.72, 280  # coded share of partial sums; encoding or decoding on a Zen 5
 _GROUP_BYTES, _LEAST_CODED, _MOST_CODED = 128, 89, 153
-_SAMPLE_GROUPS, _MOST_SHARE = 32, 0.85  # of the first groups; a longer message is not coded
+_SAMPLE_GROUPS, _MOST_SHARE = 32, 0.85  # groups coded first; what coding leaves at most, or it is not used
 
 
 def encode(buf: Tensor) -> Tensor | None:

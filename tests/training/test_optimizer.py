@@ -53,6 +53,8 @@ def test_unknown_optimizer_options_are_refused() -> None:
         _make(options={"beta": 1})
     with pytest.raises(ValueError, match="AdamW refuses .*: Invalid beta"):
         _make(options={"betas": [2, 2]})
+    with pytest.raises(ValueError, match=r"optimizer: AdamW refuses lr=1e\+300, {}: .* overflow"):
+        _make(lr=1e300)
     for options in (
         {"betas": [0.9]},
         {"betas": {"first": 0.9}},
@@ -60,7 +62,7 @@ def test_unknown_optimizer_options_are_refused() -> None:
         {"capturable": True},
         {"differentiable": True},
     ):
-        with pytest.raises(ValueError, match=r"optimizer.options: AdamW refuses .*: ."):
+        with pytest.raises(ValueError, match=r"optimizer: AdamW refuses lr=0.0003, .*: ."):
             _make(options=options)
     with pytest.raises(ValueError, match="optimizer.options: amsgrad must be true or false, got 'false'"):
         _make(options={"amsgrad": "false"})

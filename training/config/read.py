@@ -44,7 +44,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         with path.open(encoding="utf-8") as file:
             values = yaml.load(file, _Loader)
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: also of an impossible date
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must contain `key: value` lines, not {type(values).__name__}")
@@ -74,7 +74,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{override!r} is not an override; write key=value, such as schedule.steps=100")
     try:
         value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"{override!r}: the value is not YAML: {error}") from None
     *sections, last = key.split(".")
     for section in sections:

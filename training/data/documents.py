@@ -21,11 +21,11 @@ from typing import IO, Any
 from tightwire.training.config.tree import CHATS, ENGLISH, PREFERENCES, PROMPTS, TrainConfig
 
 ROLES = ("system", "user", "assistant", "tool")
-# Of the benches and the training examples; ``english/ORIGIN.md`` lists sources and licences.
+# The prose of the benches and the training examples; ``english/ORIGIN.md`` lists sources and licences.
 ENGLISH_NAME = "English prose of the project (Austen, Twain, Newton, the Jargon File)"
 ENGLISH_FOLDER = Path(__file__).parent / "english"
 OWN_FILES = {ENGLISH: tuple(ENGLISH_FOLDER / f"{piece}.txt" for piece in ("emma", "jargon", "opticks", "tom_sawyer"))}
-# 240 sentences about persons: with the facts as JSON, and a worse answer, or the facts alone.
+# 240 sentences about persons: chats answer with the facts as JSON, preferences have a worse answer too, prompts the facts alone.
 _EXAMPLES = ENGLISH_FOLDER.with_name("examples")
 OWN_FILES |= {name: (_EXAMPLES / f"{name.removeprefix('example-')}.jsonl",) for name in (CHATS, PREFERENCES, PROMPTS)}
 _HASH_BYTES = 8

@@ -26,7 +26,7 @@ from tightwire.training.engine.options import EngineOptions
 from tightwire.training.engine.shards import MainShard, Shard, Shards, group_of
 from tightwire.training.ranks.groups import shard_group
 
-# Told kind (gather, compute, write or reduce), whether it begins, bucket, and buffer: of the work itself, not of the waits.
+# Called with the kind of work (gather, compute, write or reduce), whether it begins, its bucket and its buffer; not called for waits.
 Trace = Callable[[str, bool, str, str], None]
 _UNPACKED_ROWS = 1024  # of a matrix at a time, which bounds the memory
 PATIENCE = 4  # in timeouts of a collective: a wait for the lane may include earlier collectives

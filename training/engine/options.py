@@ -11,8 +11,8 @@ from tightwire.training.config.tree import PACKED, Prefetch, TrainConfig
 from tightwire.training.engine.flat_parameters import ENDS, Bucket
 
 Legs = Literal["flat", "hierarchical"]  # over all ranks at once, or a leg inside nodes and one across them
-# These need a conversion from the configuration.
-_OWN = ("sharding", "compute_dtype", "reduce_dtype", "checkpoint_blocks")
+# Fields whose values in the configuration have another type.
+_CONVERTED = ("sharding", "compute_dtype", "reduce_dtype", "checkpoint_blocks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class EngineOptions:
 
 
 def engine_options(config: TrainConfig) -> EngineOptions:
-    names = [name for name in EngineOptions.__dataclass_fields__ if name not in _OWN]
+    names = [name for name in EngineOptions.__dataclass_fields__ if name not in _CONVERTED]
     blocks = config.parallel.checkpoint_blocks
     return EngineOptions(
         sharding=SHARDINGS[config.parallel.sharding],

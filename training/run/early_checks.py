@@ -62,7 +62,8 @@ def check_early(config: TrainConfig, topology: Topology) -> RunData:
 
 def _check_run_folder(config: TrainConfig) -> None:
     run = config.run_folder
-    existing = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK | (os.R_OK if existing == run else 0)):
-        raise ValueError(f"run: {run} cannot be used: {existing} is no folder in which you may read and create files")
-    find_checkpoint(run, resume=config.checkpoint.resume)
+    with naming(f"run: {run}", "cannot be used", OSError):
+        existing = next(folder for folder in (run, *run.absolute().parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK | (os.R_OK if existing == run else 0)):
+            raise NotADirectoryError(f"{existing} is no folder in which you may read and create files")
+        find_checkpoint(run, resume=config.checkpoint.resume)

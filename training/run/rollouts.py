@@ -57,12 +57,12 @@ class Sampler(Protocol):
     def close(self) -> None: ...
 
 
-# Of a starting model: the configuration, the ranks that answer together, their most sequences, the trainer on this rank.
+# Given the starting model, the configuration, the ranks that answer together, their most sequences, and this rank's trainer.
 OpenSampler = Callable[[StartingModel, TrainConfig, Group, int, Engine], Sampler]
 
 
 class Engines(NamedTuple):
-    """What answers prompts. ``record``: has the target of a distillation answer. ``bytes``: what a rank's engine holds, by kind."""
+    """What answers prompts. ``record``: lets the target of a distillation answer. ``bytes``: those that a rank's engine holds, by kind."""
 
     open: OpenSampler
     record: Callable[..., RunData]

@@ -60,7 +60,7 @@ def run_training(
 ) -> int:
     """Train, save and export. Returns the number of the signal that ended the run, or 0.
 
-    ``engines``: what answers the prompts of GRPO and of a distillation. Raises ValueError before anything has been changed, and one of ``FAILURES`` if the run cannot go on.
+    ``engines``: what answers the prompts of GRPO, of PPO and of a distillation. Raises ValueError before anything has been changed, and one of ``FAILURES`` if the run cannot go on.
     """
     topology = find_topology(environment, config.parallel.nodes)
     data, options = check_early(config, topology), engine_options(config)

@@ -257,7 +257,7 @@ class Ppo(OfAnswers):
             sums += torch.stack([number_BS.double().sum() for number_BS in each]).cpu()
         count, total, squares, kl, values = (sum(numbers) for numbers in zip(*add(*sums.tolist()), strict=True))
         mean = total / max(count, 1)
-        variance = (squares - count * mean**2) / max(count - 1, 1)
+        variance = max(0.0, squares - count * mean**2) / max(count - 1, 1)  # rounding may leave less than 0
         for batch in batches:
             assert batch.advantages_BS is not None
             normed_BS = (batch.advantages_BS - mean) * (variance + _LEAST_VARIANCE) ** -0.5

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -92,7 +93,7 @@ def _export(
             with whole_folder(out, check_replaced=partial(_check_replaced, marker)) as folder:
                 write(folder, remaining)
                 (folder / _MARK).write_text(json.dumps({"tightwire": __version__, "has": marker}) + "\n")
-        except (OSError, ValueError) as failure:
+        except (OSError, ValueError, SafetensorError) as failure:
             error = f"{out}: {failure}"
     for _ in remaining:
         pass

@@ -94,6 +94,7 @@ def _with(path: Path, **changes: object) -> bytes:
         (lambda path: path.read_bytes()[:-40], "is damaged"),
         (lambda path: b"\xff\xfe{", "is damaged"),
         (lambda path: b"[1, 2]", "is damaged"),
+        (lambda path: b'{"schema": 2, "x": ' + 9999 * b"[", "is damaged"),
         (lambda path: _with(path, schema=1), "has schema 1 and this version reads 2"),
         (lambda path: _with(path, settings=[{}]), "is damaged"),
         (lambda path: path.read_bytes().replace(b"a cpu", b"b cpu"), "measured on another host .b cpu."),

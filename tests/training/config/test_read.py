@@ -82,6 +82,8 @@ def test_unsupported_weight_decay_is_off_by_default_and_refused_when_set(tmp_pat
         ("parallel.between.kind=sparse", "parallel.between: Input tag 'sparse' found"),
         ("nonsense", "write key=value"),
         ("optimizer.lr=[", "the value is not YAML"),
+        ("run=2026-13-01", "'run=2026-13-01': the value is not YAML: month must be in 1..12"),
+        (f"run={1000 * '['}", "the value is not YAML: maximum recursion depth"),
         ("optimizer.lr=.inf", "optimizer.lr: Input should be a finite number"),
         ("parallel.timeout_s=.inf", "parallel.timeout_s: Input should be a finite number"),
         ("parallel.between={kind: dgc, weight_decay: .inf}", "parallel.between.weight_decay: Input should be a finite"),
@@ -137,6 +139,8 @@ def test_files_that_are_not_configurations_are_refused(tmp_path: Path) -> None:
     assert "unconstructable recursive node" in _refused(path)
     path.write_text("run: a\noptimizer: {options: {betas: &a [*a]}}\n")
     assert "unconstructable recursive node" in _refused(path)
+    path.write_text("run: 2026-02-30\n")
+    assert f"{path}: cannot be read: day is out of range for month" in _refused(path)
     path.write_text("- a list")
     assert "must contain `key: value` lines" in _refused(path)
     assert "no such file" in _refused(tmp_path / "none.yaml")

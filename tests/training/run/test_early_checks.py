@@ -15,6 +15,7 @@ from tightwire.training.run.early_checks import check_early
     ("override", "words"),
     [
         ("run=TMP/text.txt/run", "run: .*text.txt is no folder in which you may read and create files"),
+        (f"run={300 * 'x'}", "run: x+: cannot be used: .*File name too long"),
         ("model={start: smollm3}", "model.start: no such model: 'smollm3' is neither a file nor a folder"),
         ("model.tokenizer=smollm3", "model.tokenizer: no such model: 'smollm3' is neither a file nor a folder"),
         ("model.tokenizer=bytess", "model.tokenizer: no such model: 'bytess' is neither a file nor a folder"),
@@ -57,5 +58,5 @@ def test_a_folder_whose_checkpoints_cannot_be_listed_is_refused(
     monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.R_OK)
     check_early(make_config(tmp_path), Topology(0, 1))
     (tmp_path / "run").mkdir()
-    with pytest.raises(ValueError, match="run: .*run cannot be used: .* read and create files"):
+    with pytest.raises(ValueError, match="run: .*run: cannot be used: .* read and create files"):
         check_early(make_config(tmp_path), Topology(0, 1))

@@ -151,6 +151,17 @@ def test_answers_learn_the_same_beside_longer_ones_and_over_two_batches() -> Non
     assert sum(losses).item() / 15 == pytest.approx(ppo.loss(model, together)[0].item(), rel=1e-5)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_large_rewards_that_are_all_the_same_teach_nothing() -> None:
+    model, answers = _model(), _answers(*[1] * 54)
+    torch.nn.init.zeros_(model.lm_head.value.weight)  # as before the first step
+    answers.scores_B = torch.full((54,), -31415.9)
+
+    Ppo(PpoConfig(beta=0)).prepare(model, [answers], _alone)
+
+    assert answers.advantages_BS is not None and answers.advantages_BS.dtype == torch.float32
+    assert not answers.advantages_BS.any()
+
+
 def test_rows_of_json_have_the_same_bits() -> None:
     model, answers = _model(), _answers(6, 3)
     Ppo(PpoConfig()).prepare(model, [answers], _alone)
