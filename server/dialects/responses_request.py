@@ -20,6 +20,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": ((), _STATELESS),
     "conversation": ((), _STATELESS),
     "background": ((False,), "this server stores no responses; use stream"),
+    "background_options": ((), "this server stores no responses"),
     "prompt": ((), "this server has no prompt templates; use instructions and input"),
     "moderation": ((), "this server does not moderate"),
     "response_format": (({"type": "text"},), _IN_CHAT + "text.format"),

@@ -319,9 +319,7 @@ class TrainConfig(Section):
         if (data.kind == "distill") != (self.distill is not None):
             raise ValueError("data.kind=distill and a section distill, with its target, need each other")
         if self.distill is not None and (self.model.lora is not None or data.held_out_files):
-            raise ValueError(
-                "data.kind=distill: a whole model learns, and a share of the answers is held out; remove model.lora and data.held_out_files"
-            )
+            raise ValueError("data.kind=distill: a whole model learns; remove model.lora and data.held_out_files")
         name, asked = ("distill", self.distill) if self.distill else (self.answers.section, self.answers)
         if (is_prompts or self.distill) and asked.answer_tokens >= data.sequence_tokens:
             room = f"data.sequence_tokens={data.sequence_tokens}"
