@@ -31,8 +31,8 @@ from tightwire.server.http.listener import read_template
 template, config = map(pathlib.Path, sys.argv[1:])
 print(ascii([read_template(str(template)), read_yaml(config, fields_of(["http"]))]))
 """
-    files, locale = ("chat.jinja", "serve.yaml"), {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    command = [sys.executable, "-c", program, *(str(tmp_path / name) for name in files)]
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, *(str(tmp_path / name) for name in ("chat.jinja", "serve.yaml"))]
     told = subprocess.run(command, env={**os.environ, **locale}, capture_output=True, text=True, check=True).stdout
     assert told.strip() == ascii(["{{ 'grüße' }}", {"chat_template": "grüße"}])
 
