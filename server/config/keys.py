@@ -40,7 +40,7 @@ def read_keys(path: str | Path) -> dict[bytes, ApiKey]:
     except yaml.MarkedYAMLError as error:  # its text quotes the line, which may hold a key
         line = f": line {error.problem_mark.line + 1} cannot be read" if error.problem_mark else ""
         raise ValueError(f"{where} is not YAML{line}") from None
-    except (yaml.YAMLError, ValueError):  # ValueError: also a date or number that does not exist
+    except (yaml.YAMLError, ValueError, RecursionError):  # also a date or number that does not exist
         raise ValueError(f"{where} is not YAML text in UTF-8") from None
     if doubled is not None:
         raise ValueError(f"{where}: {doubled!r} is given twice")

@@ -171,7 +171,11 @@ def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
         content, doubled = yaml.safe_load(text), doubled_key(text)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date or number that does not exist
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # not UTF-8, no such date or number, nested too deeply
         raise ValueError(f"--config {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, dict):
         raise ValueError(f"--config {path}: must be `name: value` lines, got {content!r}")

@@ -203,6 +203,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         ("- tp", "must be `name: value` lines"),
         ("a: b: c", "is not YAML"),
         ("served_model_name: 2024-99-01", "serve.yaml is not YAML: month must be in 1..12"),
+        pytest.param("tp: " + "[" * 3000, "is not YAML: ", id="deep"),
         ("numa: on", "numa: must be one of auto, off, got True"),
         ("tp: 0", "--tp must be 1 to 64"),
         pytest.param(f"comm_timeout_s: {10**400}", "comm_timeout_s: must be a number, got 1", id="long-number"),
