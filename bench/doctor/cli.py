@@ -112,7 +112,7 @@ def measure_speed(options: str, limit_s: float) -> Speed:
     output = run_probe([*command, *options.split(), _PROMPT], limit_s)
     if output.problem or len(output.times_s) < 2:
         return Speed(_MODEL, reason=f"its speed is unknown: `tightwire generate` {output.problem or 'printed nothing'}")
-    busy = describe_others(watch.share()) if watch.share() > QUIET_SHARE else ""
+    busy = describe_others(share) if (share := watch.share()) > QUIET_SHARE else ""
     return Speed(_MODEL, (_NUM_TOKENS - 1) / (output.times_s[-1] - output.times_s[0]), busy)
 
 

@@ -57,7 +57,7 @@ def colors() -> dict[str, tuple[str, str]]:
 
 
 def color(name: str) -> str:
-    """The light color; ``finish_svg`` adds the dark one."""
+    """The light color; ``svg`` adds the dark one."""
     return colors()[name][0]
 
 

@@ -42,7 +42,6 @@ class LoadRun:
     samples: list[Sample] = field(default_factory=list)
     duration_s: float = 0.0  # from the first send to the last end
     stopped: str | None = None  # the reason if it ended before all requests were sent
-
     _failures: int = 0
 
     def add(self, sample: Sample) -> None:

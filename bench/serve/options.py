@@ -14,7 +14,6 @@ from tightwire.remote import parse_key, parse_url
 _INPUT_LENS = {"random": 512, "shared-prefix": 128}
 _PREFIXES = 512, 4  # their length and number
 
-
 # Fields that cannot be chosen with --extra-body: the bench sends them, or counts one answer for each request.
 _OWN = {
     "model": "is --model",

@@ -69,23 +69,23 @@ class StreamBench(Bench[StreamOptions]):
         self.print(report.verdict(self.cells()), "")
 
     def _measure_with(self, tp: int, checkpoint: Checkpoint) -> None:
-        """Measure all arms with ``tp`` ranks, and show each when it has all its blocks."""
+        """Measure all arms with ``tp`` ranks, and show each when it has all its turns."""
         options, cells = self.options, report.Cells(tp=tp)
         self._groups.append(cells)
         each = ROUNDS * (1 + 2 * len(options.batches))
         chosen = RankOptions(ranks=tp, device=options.device, timeout_s=options.timeout_s)
         with open_ranks(chosen) as (ranks, joined), self._prepared_folders(checkpoint, tp) as folders, self.progress:
             self.facts["transports"][tp] = joined["transport"]
-            blocks: Counter[Arm] = Counter()
+            turns: Counter[Arm] = Counter()
             task = self.progress.add_task(f"tp {tp}", total=len(options.arms) * each)
             for _, event in ranks.stream(measure, options, checkpoint.location, folders):
                 cells.add(event)
                 if isinstance(event, Answered):
                     self.progress.update(task, description=f"tp {tp}: {event.arm.name}")
                     continue
-                blocks[event.arm] += 1
-                self.progress.update(task, completed=blocks.total())
-                if blocks[event.arm] == each:
+                turns[event.arm] += 1
+                self.progress.update(task, completed=turns.total())
+                if turns[event.arm] == each:
                     rows = cells.rows(event.arm)
                     title = f"{rows[0]['arm']}, tp {tp}"
                     self.print_table(Table(columns=report.CELL_COLUMNS, rows=rows, title=title))

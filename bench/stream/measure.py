@@ -1,8 +1,8 @@
 """Measures the arms of ``bench stream`` on one rank, each in random turns with resident weights.
 
 Kinds of passes: ``compute``, a step with resident weights; ``fetch``, every streamed layer taken and released at once, without
-computing; ``step``, a step with streamed weights. They take turns in short blocks, so that a drift of the machine affects all
-alike. Before a block the buffers are full; its first pass, which finds two layers ready, is not timed.
+computing; ``step``, a step with streamed weights. They take short turns, so that a drift of the machine affects all
+alike. Before a turn the buffers are full; its first pass, which finds two layers ready, is not timed.
 """
 
 import random
@@ -96,13 +96,13 @@ def _measure_arm(
             if prepared is not None and not direct:
                 path = prepared.paths[rank.group.rank]
                 forget = stack.enter_context(closing(LargeFile(path, direct=False))).drop_from_cache
-            yield from _Turns(rank, arm, resident, runner, forget).blocks()
+            yield from _Turns(rank, arm, resident, runner, forget).run()
     finally:
         runner.close()
 
 
 class _Turns:
-    """The passes of one arm on one rank, in blocks of random order."""
+    """The passes of one arm on one rank, in turns of random order."""
 
     def __init__(
         self, rank: Rank, arm: Arm, resident: ModelRunner, streamed: ModelRunner, prepare: Callable[[], None] | None
@@ -114,7 +114,7 @@ class _Turns:
         self._order = arm.plan(rank.num_layers, rank.num_streamed).streamed
         self._check = OrderCheck()
 
-    def blocks(self) -> Iterator[Timed]:
+    def run(self) -> Iterator[Timed]:
         options = self._rank.options
         turns = [("fetch", None), *((kind, batch) for kind in ("compute", "step") for batch in options.batches)]
         # The same order on all ranks, because their passes are collective.
@@ -123,9 +123,9 @@ class _Turns:
             order.shuffle(turns)
             count = (options.repeats + number) // ROUNDS
             for kind, batch in turns:
-                yield from self._block(kind, batch, count)
+                yield from self._turn(kind, batch, count)
 
-    def _block(self, kind: str, batch: int | None, count: int) -> Iterator[Timed]:
+    def _turn(self, kind: str, batch: int | None, count: int) -> Iterator[Timed]:
         self._await_full()
         seconds = self._rank.passes(self._pass_of(kind, batch), count, self._prepare)
         self._await_full()

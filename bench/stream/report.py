@@ -45,13 +45,13 @@ class Cells:
 
     tp: int
     answers: dict[Arm, Answered] = field(default_factory=dict)
-    blocks: list[Timed] = field(default_factory=list)
+    turns: list[Timed] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
         if isinstance(event, Answered):
             self.answers[event.arm] = event
         else:
-            self.blocks.append(event)
+            self.turns.append(event)
 
     def rows(self, of: Arm | None = None) -> list[dict[str, Any]]:
         """Every cell (``of`` one arm) with all kinds of passes, in the order of the arms."""
@@ -59,15 +59,15 @@ class Cells:
             self._row(arm, batch)
             for arm in self.answers
             if of in (None, arm)
-            for batch in sorted({block.batch for block in self.blocks if block.arm == arm and block.batch})
+            for batch in sorted({turn.batch for turn in self.turns if turn.arm == arm and turn.batch})
             if all(self._samples(arm, batch).values())
         ]
 
     def _samples(self, arm: Arm, batch: int) -> dict[str, list[float]]:
         """Seconds of each pass by kind."""
-        blocks = [block for block in self.blocks if block.arm == arm and block.batch in (None, batch)]
+        turns = [turn for turn in self.turns if turn.arm == arm and turn.batch in (None, batch)]
         return {
-            kind: [seconds for block in blocks if block.kind == kind for seconds in block.seconds]
+            kind: [seconds for turn in turns if turn.kind == kind for seconds in turn.seconds]
             for kind in ("fetch", "compute", "step")
         }
 

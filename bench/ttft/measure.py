@@ -230,8 +230,7 @@ class Measurement:
     async def _request(self, turn: Turn, prompt: list[int]) -> Request:
         arm, output_len, extra = turn.arm, self._options.output_len, dict[str, Any]()
         asked = {"prefill": TENSOR} if arm.algorithm == TENSOR else {"allreduce": arm.algorithm}
-        counts = self._hosts is not None and turn.cell.concurrency == 1
-        sent = [self._hosts.sent()] if self._hosts and counts else []
+        sent = [self._hosts.sent()] if self._hosts and turn.cell.concurrency == 1 else []
 
         def watch(event: dict[str, Any]) -> None:
             extra.update(event.get("tightwire") or {})

@@ -4,9 +4,9 @@ The server's own options (model, ranks, link, engine) are flags of ``serve`` and
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from tightwire.bench.options import LAST_LINE, OutputOptions
 from tightwire.comm.all_reduce.names import describe_all_reduce_names, split_all_reduce_names, split_name
@@ -118,17 +118,18 @@ def to_argv(config: ServeConfig, groups: Sequence[str], leave_out: Collection[st
     for name, (group, own) in option_fields().items():
         value = getattr(getattr(config, group), name)
         if group in groups and name not in leave_out and value != own.default:
-            argv.extend(_flag(name, value))
+            argv.extend(_flag(name, value, own))
     return argv
 
 
-def _flag(name: str, value: object) -> list[str]:
+def _flag(name: str, value: object, own: Field[Any]) -> list[str]:
     flag = flag_of(name)
     if isinstance(value, bool):
         return [flag if value else f"--no-{flag.removeprefix('--')}"]
     if isinstance(value, (tuple, list)):
-        return [flag, ",".join(_number(part) for part in value)]
-    return [flag, _number(value)]
+        parts = [_number(part) for part in value]
+        return [flag, *parts] if own.metadata["nargs"] else [flag, ",".join(parts)]
+    return [flag, f"{value}B" if own.metadata["metavar"] == "BYTES" else _number(value)]
 
 
 def _number(value: object) -> str:

@@ -39,6 +39,7 @@ class PolicyRequest:
     max_decode_rows: int
     num_layers: int = 0  # 0: not known
     allreduce: str = "auto"
+    flag: str = "--allreduce"  # that named ``allreduce``
     decode: str | ErrorBudget | None = None  # a name, or a budget of auto in decode rows
     budget: ErrorBudget | None = None  # of auto in prefill rows
     accuracy: Accuracy = field(default_factory=Accuracy)  # what quantized sums cost
@@ -67,8 +68,8 @@ class PolicyRequest:
             if self.decode is not None:
                 return self.decode if isinstance(self.decode, str) else "auto", f"--allreduce-decode {self.decode}"
             if not lossless:
-                return "auto", f"decode rows stay exact: --allreduce {self.allreduce} is lossy"
-        return self.allreduce, f"--allreduce {self.allreduce}"
+                return "auto", f"decode rows stay exact: {self.flag} {self.allreduce} is lossy"
+        return self.allreduce, f"{self.flag} {self.allreduce}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,9 +155,7 @@ class Chooser:
         choice = next(choice for choice in choices if choice.up_to_bytes is None or num_bytes <= choice.up_to_bytes)
         chosen, (asked, by) = choice.algorithms[0], self._request.asked(site, phase, layer)
         admitted = self._admitted[_budget_phase(site, phase)]
-        verdicts = []
-        if chosen == DROP:
-            verdicts.append(_dropped(choice.reason, self.error(DROP)))
+        verdicts = [_dropped(choice.reason, self.error(DROP))] if chosen == DROP else []
         for name in dict.fromkeys([chosen, *self.candidates()]):
             if name == DROP:
                 continue

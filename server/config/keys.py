@@ -7,6 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from tightwire.option_flags import doubled_key
+
 _Limit = Annotated[int, Meta(ge=1)]
 
 
@@ -31,14 +33,17 @@ def read_keys(path: str | Path) -> dict[bytes, ApiKey]:
 
     where = f"--api-key-file {path}"
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content, doubled = yaml.safe_load(text), doubled_key(text)
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:  # its text quotes the line, which may hold a key
         line = f": line {error.problem_mark.line + 1} cannot be read" if error.problem_mark else ""
         raise ValueError(f"{where} is not YAML{line}") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, RecursionError):  # also a date or number that does not exist
         raise ValueError(f"{where} is not YAML text in UTF-8") from None
+    if doubled is not None:
+        raise ValueError(f"{where}: {doubled!r} is given twice")
     try:
         entries = msgspec.convert(content, _KeyFile).keys
     except msgspec.ValidationError as error:

@@ -36,8 +36,10 @@ class RowTimes:
     def learn(self, num_rows: int, seconds: float) -> None:
         """Record the time of a step. One far above what was expected does not spoil it, and one below soon counts."""
         if num_rows < _MAX_ROWS:
-            known, expected = self._seconds_R[num_rows], float(self.of(num_rows)) if self._num_seen else seconds
-            usual, weight = known or expected, (WEIGHT if seconds > known else 1 / 2) if known else 1
+            if usual := float(self._seconds_R[num_rows]):
+                weight = WEIGHT if seconds > usual else 1 / 2
+            else:  # the first step of so many rows
+                usual, weight = float(self.of(num_rows)) if self._num_seen else seconds, 1
             self._seconds_R[num_rows] = usual + weight * (min(seconds, 2 * usual) - usual)
             self._num_seen += 1
             self._seen_R[num_rows] = self._num_seen

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from tightwire.model.sampling.draw import ALL_BANNED
 from tightwire.model.sampling.sampler import Sampler
@@ -167,8 +167,10 @@ class Engine:
             yield Output(id=request.id, token_ids=[], progress=progress)
 
     def stats(self) -> EngineStats:
-        counts = asdict(self._runner.counts())
-        return EngineStats(**counts, loads=self._replicas.loads(), counters=copy.copy(self._counters))
+        counts, loads = asdict(self._runner.counts()), self._replicas.loads()
+        # Sequences that wait for their grammar have no replica yet; the first one counts them.
+        loads[0] = replace(loads[0], num_waiting=loads[0].num_waiting + len(self._compiling))
+        return EngineStats(**counts, loads=loads, counters=copy.copy(self._counters))
 
     def _make_output(self, new: NewTokens) -> Output:
         """The output with a step's new tokens; the sequence's last one if it stops here."""

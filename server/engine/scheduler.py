@@ -184,10 +184,10 @@ class Scheduler:
         return True
 
     def _draft(self, request: Request, step: StepBuilder, drafter: Drafter) -> None:
-        sequences, num_tokens = self.sequences, len(request.token_ids)
-        # Leave one block for each sequence's next token, because blocks of rejected drafts are not returned.
-        num_free = max(0, sequences.pool.num_free - len(sequences.running))
-        num_blocks = (len(request.blocks) + num_free) // self._limits.groups.num
+        sequences, num_groups, num_tokens = self.sequences, self._limits.groups.num, len(request.token_ids)
+        # Leave a block of each group for each sequence's next token, because blocks of rejected drafts are not returned.
+        num_free = max(0, sequences.pool.num_free - num_groups * len(sequences.running))
+        num_blocks = (len(request.blocks) + num_free) // num_groups
         free_slots = num_blocks * self._limits.block_size - num_tokens
         # The last token of an answer is chosen, not computed.
         room = min(step.room_for_draft(request), free_slots, request.params.max_tokens - request.num_output_tokens - 1)

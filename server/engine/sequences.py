@@ -38,8 +38,9 @@ class Sequences:
 
     def remove(self, request: Request, *, spoiled: bool = False) -> None:
         """Remove a sequence that ended; its blocks are free at once. ``spoiled``: others must not share them."""
-        self._num_waiting_tokens -= 0 if request in self.running else len(request.token_ids)
-        (self.running if request in self.running else self.waiting).remove(request)
+        is_running = request in self.running
+        self._num_waiting_tokens -= 0 if is_running else len(request.token_ids)
+        (self.running if is_running else self.waiting).remove(request)
         if spoiled:
             self.prefixes.forget(request)
         else:

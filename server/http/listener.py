@@ -31,7 +31,7 @@ def check_files(options: HttpOptions) -> None:
 def read_template(path: str) -> str:
     """The text of ``--chat-template``. ValueError: it cannot be read."""
     try:
-        return Path(os.path.expanduser(path)).read_text()
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--chat-template {path}: cannot be read: {error}") from None
 
@@ -68,9 +68,8 @@ def open_listener(options: HttpOptions) -> socket.socket:
         where = f"{options.host}:{options.port}"
         if error.errno == errno.EADDRINUSE:
             raise ValueError(f"{where} is in use by another program; choose another --port, or --port 0") from error
-        raise ValueError(
-            f"cannot listen on --host {options.host} --port {options.port}: {error.strerror or error}"
-        ) from error
+        why = f"--host {options.host} --port {options.port}: {error.strerror or error}"
+        raise ValueError(f"cannot listen on {why}") from error
     # Connections inherit it. asyncio sets it only on sockets with an explicit protocol number, unlike this one. Without it
     # a body that follows its headers, or a token that follows a token, waits 40 ms for the client's acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

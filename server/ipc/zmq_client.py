@@ -103,8 +103,7 @@ class ZmqEngineClient:
         self._send(messages.UnloadAdapter(id=adapter))
 
     def cancel(self, ids: Sequence[str]) -> None:
-        known = [id for id in ids if id in self._live]
-        if known:
+        if known := [id for id in ids if id in self._live]:
             self._send(messages.CancelRequest(ids=known))
 
     def cancel_all(self) -> None:

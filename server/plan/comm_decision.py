@@ -82,8 +82,9 @@ def policy_requests(config: ServeConfig, model: LlamaConfig) -> dict[str, Policy
         budget=parallel.comm_error_budget,
         accuracy=Accuracy(command=f"tightwire tune --quality {config.model.model} --tp {parallel.num_summing}"),
     )
-    names = dict.fromkeys([parallel.allreduce, *parallel.allreduce_extra])
-    return {name: _request(base, name, model) for name in names}
+    own, extra = parallel.allreduce, replace(base, flag="--allreduce-extra")
+    asked = {own: base} | {name: extra for name in parallel.allreduce_extra if name != own}
+    return {name: _request(request, name, model) for name, request in asked.items()}
 
 
 def _request(base: PolicyRequest, name: str, model: LlamaConfig) -> PolicyRequest:

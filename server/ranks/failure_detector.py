@@ -171,8 +171,8 @@ class Watch:
     def _silent(self, rank: _Rank, now: float) -> str | None:
         if not rank.pid and self._moved_s is None:
             return None  # its host may start again until all have joined, for which there is another deadline
-        patience = 1.0 if self.serving else float("inf") if rank.beat.doing == _IMPORTING else _LOADING_PATIENCE
-        limit = self._rank_timeout_s * patience
+        loading = float("inf") if rank.beat.doing == _IMPORTING else _LOADING_PATIENCE
+        limit = self._rank_timeout_s * (1.0 if self.serving else loading)
         silent_s = now - rank.heard_s
         if silent_s > self._rank_timeout_s and rank.pid and state_of(rank.pid) in ("T", "t"):
             return f"is stopped (SIGSTOP), silent for {silent_s:.1f} s, last seen at: {rank.doing}"

@@ -167,7 +167,8 @@ class RankedEngine:
         if isinstance(message, Stage):
             self._display.stage(message.name, message.fraction, message.rank)
             if not self.watch.serving:
-                done = f" {100 * message.fraction:.0f} %" if message.fraction else ""
+                percent = f" {100 * message.fraction:.0f} %" if message.fraction else ""
+                done = " done" if message.fraction == 1 else percent
                 self._stages[self.hosts.node_of(message.rank)] = f"{message.name}{done}"
                 known = (": ".join(filter(None, each)) for each in self._stages.items() if each[1])
                 self.client.set_phase(Phase.LOADING, "; ".join(known))

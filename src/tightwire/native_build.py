@@ -52,6 +52,7 @@ _FLAGS = [
 ]
 # The longest time for one compiler call: ten times that of the slowest file with sanitizers on a busy core.
 DEADLINE_S = 600.0
+_VERSION_S = 60.0  # for a compiler to say its version
 _FOLDER_PREFIX = "building-"
 _SANITIZE = ["-g1", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]
 # The checks of addresses find what these two would, and inline they take three times as long to compile as calls.
@@ -116,7 +117,11 @@ def find_compiler() -> list[str]:
 
 
 def _is_recent(compiler: str) -> bool:
-    answer = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True, check=False)
+    asked = [compiler, "-dumpversion"]
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=_VERSION_S)
+    except (OSError, subprocess.TimeoutExpired):  # it is no program, or does not end
+        return False
     major = answer.stdout.partition(".")[0].strip()
     return answer.returncode == 0 and major.isdigit() and int(major) >= 12
 

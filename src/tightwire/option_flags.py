@@ -60,6 +60,8 @@ def convert(field: Field[Any], value: object) -> Any:
     (kind, element, optional), metadata = _kind(field), field.metadata
     if value is None and optional:
         return None
+    if isinstance(value, bool) and (word := "on" if value else "off") in metadata["choices"]:
+        value = word  # YAML reads `on` and `off` without quotes as true and false
     if metadata["choices"] and value not in metadata["choices"]:
         raise ValueError(f"must be one of {', '.join(metadata['choices'])}, got {value!r}")
     if metadata["parse"] is not None and (isinstance(value, str) or kind not in (*_KINDS, tuple)):
@@ -165,17 +167,20 @@ def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
     import yaml  # saves `--help` 20 ms
 
     try:
-        text = path.read_text()
-        content, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+        text = path.read_text(encoding="utf-8")
+        content, doubled = yaml.safe_load(text), doubled_key(text)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (
+        yaml.YAMLError,
+        ValueError,
+        RecursionError,
+    ) as error:  # not UTF-8, no such date or number, nested too deeply
         raise ValueError(f"--config {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, dict):
         raise ValueError(f"--config {path}: must be `name: value` lines, got {content!r}")
-    keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
-    if doubled := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"--config {path}: {doubled[0]!r} is given twice")
+    if doubled is not None:
+        raise ValueError(f"--config {path}: {doubled!r} is given twice")
     values: dict[str, Any] = {}
     for key, value in (content or {}).items():
         name = str(key).replace("-", "_")
@@ -188,3 +193,17 @@ def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"--config {path}: {key}: {error}") from error
     return values
+
+
+def doubled_key(text: str) -> str | None:
+    """Find a key that a YAML mapping, or one in a list of it, has twice: YAML's readers keep the last value. None: there is none."""
+    import yaml
+
+    root = yaml.compose(text, yaml.SafeLoader)
+    values = [value for _, value in root.value] if isinstance(root, yaml.MappingNode) else []
+    items = [item for value in values if isinstance(value, yaml.SequenceNode) for item in value.value]
+    for node in (root, *items):
+        keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        if doubled := next((key for key in keys if keys.count(key) > 1), None):
+            return str(doubled)
+    return None

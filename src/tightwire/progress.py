@@ -20,7 +20,7 @@ START_STAGES = {
     "open": "reading the model's headers, usually below 1 s",
     "join": "connecting the ranks, usually below 1 s",
     "self-test": "testing AllReduces, usually 1 s (new GPU: 60 s)",
-    "weights": "loading weights, as fast as the disk",
+    "weights": "loading weights, files at disk speed",
     "warm-up": "answering test requests, usually 1 s",
 }
 

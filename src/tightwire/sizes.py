@@ -82,7 +82,7 @@ def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
 def format_count(number: float) -> str:
     """Three significant digits, such as ``12.3k``."""
     for unit in ("", "k"):
-        if number < 1000:
+        if number < 999.5:  # rounds to three digits
             return f"{number:.3g}{unit}"
         number /= 1000
     return f"{number:.3g}M"

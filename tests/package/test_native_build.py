@@ -75,9 +75,12 @@ def test_compilers_are_tried_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(build, "find_spec", lambda name: None)
     with pytest.raises(build.NoCompilerError, match=r"install g\+\+ 12 or newer .* or the package ziglang"):
         build.find_compiler()
-    _fake_compiler(tmp_path, "g++", "11")
-    with pytest.raises(build.NoCompilerError):
-        build.find_compiler()
+    monkeypatch.setattr(build, "_VERSION_S", 1.0, raising=False)
+    for unusable in ("#!/bin/sh\necho 11\n", "#!/bin/sh\nexec /bin/sleep 60\n", "not a program"):
+        (tmp_path / "g++").write_text(unusable)
+        (tmp_path / "g++").chmod(0o755)
+        with pytest.raises(build.NoCompilerError):
+            build.find_compiler()
     monkeypatch.setattr(build, "find_spec", lambda name: object())
     assert build.find_compiler()[1:] == ["-m", "ziglang", "c++", "-nostdlib++"]
     _fake_compiler(tmp_path, "clang++", "16.0.6")

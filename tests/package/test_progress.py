@@ -27,8 +27,8 @@ def test_a_pipe_gets_a_line_when_a_stage_takes_two_seconds_and_then_every_ten() 
     for now_s in range(100, 114):
         shown.tick(now_s)
     assert out.getvalue().splitlines() == [
-        "[#############.......] loading weights, as fast as the disk: 2 s",
-        "[#############.......] loading weights, as fast as the disk: 12 s",
+        "[#############.......] loading weights, files at disk speed: 2 s",
+        "[#############.......] loading weights, files at disk speed: 12 s",
     ]
 
 
@@ -46,7 +46,7 @@ def test_a_terminal_has_one_line_with_the_slowest_ranks_stage_and_no_hidden_curs
     erase = "\r\x1b[K"
     assert out.getvalue().split(erase)[1:] == [
         "[###.................] reading the model's headers, usually below 1 s: 0 s",
-        "[###############.....] loading weights, as fast as the disk: 50 %, 0 s",
+        "[###############.....] loading weights, files at disk speed: 50 %, 0 s",
         "ready\n",
         "",
     ]

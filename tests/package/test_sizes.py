@@ -2,7 +2,7 @@
 
 import pytest
 
-from tightwire.sizes import aligned, format_bytes, parse_bytes, parse_memory
+from tightwire.sizes import aligned, format_bytes, format_count, parse_bytes, parse_memory
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,13 @@ def test_memory_without_a_unit_is_refused() -> None:
 )
 def test_writes_sizes(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(999.4, "999"), (999.7, "1k"), (12_345, "12.3k"), (999_600, "1M"), (2_400_000, "2.4M")]
+)
+def test_counts_have_three_digits(number: float, text: str) -> None:
+    assert format_count(number) == text
 
 
 def test_columns_of_a_table_are_aligned() -> None:

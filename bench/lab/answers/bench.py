@@ -183,7 +183,7 @@ def summary(name: str, compared: Sequence[Compared]) -> dict[str, Any]:
         "name": name,
         "kl": fmean(each.kl for each in compared),
         "first_equal": fmean(each.equal for each in first),
-        "first_clear_equal": fmean(each.equal for each in first if each.clear),
+        "first_clear_equal": fmean(clear) if (clear := [each.equal for each in first if each.clear]) else None,
         "equal": fmean(each.equal for each in compared),
         "answers_equal": 1 - len(unequal) / len(first),
         "contexts": len(compared),

@@ -19,7 +19,7 @@ from tightwire.comm.all_reduce.names import split_name
 from tightwire.option import option
 from tightwire.server.plan.layout_times import CROWD, CROWD_PROMPT, CROWD_TOKENS, PROMPTS
 
-_LAYOUTS = ("tensor", "hybrid", "pipeline")
+_LAYOUTS, _EXPLAIN_S = ("tensor", "hybrid", "pipeline"), 600.0
 
 
 def _known_row(text: str) -> str:
@@ -50,7 +50,7 @@ class PlanBench(Bench[PlanOptions]):
     later_tokens = 23  # of a request whose times are measured
     of_lab = True
     columns = (Column("of", "name"), *(Column(name, name, ",.4g") for name in ("predicted", "measured", "ratio")))
-    failures = ((ServerFailedError, 1), (ValueError, 2), (subprocess.CalledProcessError, 1))
+    failures = ((ServerFailedError, 1), (ValueError, 2), (subprocess.SubprocessError, 1))
 
     def measure(self) -> None:
         model, num, layout = self.options.model, self.options.hosts, self.options.row.split(",")[0]
@@ -61,7 +61,8 @@ class PlanBench(Bench[PlanOptions]):
                 server.wait_ready("/health/ready", 120.0)
                 found = dict(self._measured(server.url))
             explain = [sys.executable, "-m", "tightwire", "explain", model, "--hosts", str(num), "--network", "--json"]
-            plan = json.loads(subprocess.run(hosts.on(0, explain), capture_output=True, check=True).stdout)
+            told = subprocess.run(hosts.on(0, explain), stdout=subprocess.PIPE, check=True, timeout=_EXPLAIN_S).stdout
+        plan = json.loads(told)
         self.facts |= {"link": plan["link"], "rates": plan["rates"], "hosts": num, "serve": list(self.options.serve)}
         rows = [row["times"] for row in plan["layouts"]]
         named = {", ".join(filter(None, (row["layout"], row["all_reduce"]))): row for row in rows}

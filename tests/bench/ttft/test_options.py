@@ -77,10 +77,11 @@ def test_bad_options_are_refused_in_words(flags: str, words: str, capsys: pytest
 
 
 def test_flags_written_out_are_read_back_alike() -> None:
-    line = "tiny --tp 3 --tp-split 2,1,0.5 --allreduce-extra flash:int4,int8,ring --kv-cache-memory 64MiB --link 1gbit"
+    line = "tiny --tp 3 --tp-split 2,1,0.5 --allreduce-extra flash:int4,int8,ring --link 1gbit"
+    line += " --served-model-name mine yours --kv-cache-memory 512KiB"
     config, _ = parse(make_parser("serve", ""), line.split())
     again, _ = parse(make_parser("serve", ""), to_argv(config, GROUPS))
     assert again == config
-    assert to_argv(config, GROUPS, leave_out=("link", "tp_split", "allreduce_extra", "model")) == [
-        *("--tp", "3", "--kv-cache-memory", str(64 << 20))
+    assert to_argv(config, GROUPS, leave_out=("link", "tp_split", "allreduce_extra", "model", "served_model_name")) == [
+        *("--tp", "3", "--kv-cache-memory", "524288B")
     ]

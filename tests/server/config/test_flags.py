@@ -176,6 +176,11 @@ def test_a_file_fills_what_flags_leave_and_flags_override_it(tmp_path: Path, das
     assert config.http.api_key == "k"
 
 
+def test_on_and_off_need_no_quotes_in_a_file(tmp_path: Path) -> None:
+    config = parse("--config", write(tmp_path, "overlap: off\nplan_ahead: on\nnuma: off\n"))
+    assert (config.parallel.overlap, config.engine.plan_ahead, config.parallel.numa) == ("off", "on", "off")
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert parse("--config", write(tmp_path, "# nothing\n")) == ServeConfig()
 
@@ -197,6 +202,9 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         ("port: 1\ntp: 2\nport: 2", "'port' is given twice"),
         ("- tp", "must be `name: value` lines"),
         ("a: b: c", "is not YAML"),
+        ("served_model_name: 2024-99-01", "serve.yaml is not YAML: month must be in 1..12"),
+        pytest.param("tp: " + "[" * 3000, "is not YAML: ", id="deep"),
+        ("numa: on", "numa: must be one of auto, off, got True"),
         ("tp: 0", "--tp must be 1 to 64"),
         pytest.param(f"comm_timeout_s: {10**400}", "comm_timeout_s: must be a number, got 1", id="long-number"),
         pytest.param(f"kv_cache_memory: {10**400}", "kv_cache_memory: must be a whole number of", id="long-size"),

@@ -39,6 +39,13 @@ def test_keys_and_digests(tmp_path: Path) -> None:
         ("keys: [{name: a, key: secret1, request_per_minute: 5}]", "unknown field `request_per_minute`"),
         ("keys:\n- name: a\n  key: *secret1\n", "is not YAML: line 3 cannot be read"),
         ("keys:\n\t- name: secret1", "is not YAML: line 2 cannot be read"),
+        ("keys: [{name: a, key: 2024-99-01}]", "not YAML text"),
+        pytest.param("keys: " + "[" * 3000, "not YAML text", id="deep"),
+        ("keys: [{name: a, key: secret1}]\nkeys: [{name: b, key: secret2}]", "'keys' is given twice"),
+        (
+            "keys: [{name: a, key: secret1, tokens_per_minute: 5, tokens_per_minute: 9}]",
+            "'tokens_per_minute' is given twice",
+        ),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, said: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tightwire.model.layer_groups import LayerGroups
 from tightwire.model.sampling.parameters import SamplingParams
 from tightwire.server.config.limits import Limits
 from tightwire.server.engine.drafts import DRAFTERS, Drafter
@@ -384,13 +385,15 @@ def test_drafts_leave_room_for_waiting_prompts() -> None:
     assert draft_of(scheduler) == {"old": (7,), "late": ()}
 
 
-def test_failed_drafts_leave_a_block_for_each_next_token() -> None:
-    scheduler = Scheduler(
-        Limits(max_model_len=32, max_num_seqs=2, max_num_batched_tokens=64, num_blocks=8, block_size=4),
-        Greedy(max_tokens=64, longest=1, shortest=1),
-    )
+@pytest.mark.parametrize("groups", [LayerGroups(), LayerGroups(num_full=1, num_sliding=2, window=8)])
+def test_failed_drafts_leave_a_block_for_each_next_token(groups: LayerGroups) -> None:
+    """In every group of layers; a window is longer here than what it could free."""
+    sizes: dict[str, Any] = {"max_model_len": 32, "max_num_batched_tokens": 64, "num_blocks": 8 * groups.num}
+    limits = Limits(**sizes, max_num_seqs=3, block_size=4, groups=groups)
+    scheduler = Scheduler(limits, Greedy(max_tokens=64, longest=1, shortest=1))
     scheduler.sequences.add(request([7] * 7, "a", max_tokens=20))
     scheduler.sequences.add(request([8] * 3, "b", max_tokens=20))
+    scheduler.sequences.add(request([9] * 3, "c", max_tokens=20))
     for _ in range(4):
         draft_of(scheduler)
     assert scheduler.counters.num_preemptions == 0

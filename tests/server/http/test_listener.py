@@ -1,8 +1,11 @@
 """Binding the address, and the errors when that fails."""
 
+import os
 import resource
 import socket
 import ssl
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -15,6 +18,23 @@ from tightwire.server.http.app import run_server
 from tightwire.server.http.listener import check_files, open_listener, remove_socket, url_of
 
 TLS = Path(fake_engine.__file__).parent / "tls"
+
+
+def test_files_are_utf_8_in_every_locale(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{{ 'grüße' }}", encoding="utf-8")
+    (tmp_path / "serve.yaml").write_text("chat_template: grüße", encoding="utf-8")
+    program = """
+import pathlib, sys
+from tightwire.option_flags import read_yaml
+from tightwire.server.config.flags import fields_of
+from tightwire.server.http.listener import read_template
+template, config = map(pathlib.Path, sys.argv[1:])
+print(ascii([read_template(str(template)), read_yaml(config, fields_of(["http"]))]))
+"""
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program, *(str(tmp_path / name) for name in ("chat.jinja", "serve.yaml"))]
+    told = subprocess.run(command, env={**os.environ, **locale}, capture_output=True, text=True, check=True).stdout
+    assert told.strip() == ascii(["{{ 'grüße' }}", {"chat_template": "grüße"}])
 
 
 def test_a_free_port_is_bound_and_named() -> None:

@@ -117,11 +117,12 @@ def test_requests_may_ask_for_what_serve_would_make_of_that_name(gpus: list[Cuda
     # The server's own is one of them anyway.
     assert decision.plan.policy_names == ("two-shot", "ring", "flash-int8", f"policy:{path}")
     for named in decision.plan.policies[1:3]:
-        assert named.policy == own_policy(decide(make_config({**options, "allreduce": named.name}), MODEL))
+        own = repr(own_policy(decide(make_config({**options, "allreduce": named.name}), MODEL)))
+        assert repr(named.policy) == own.replace("--allreduce ", "--allreduce-extra ")  # the reason names the flag
     by_file = decide(make_config({"device": "cpu", "tp": 2, "allreduce": f"policy:{path}"}), MODEL).plan
     assert by_file.policies == (decision.plan.policies[3],)
     summary = decision.summary()
-    assert "on request, ring: allreduce ring: --allreduce ring" in summary
+    assert "on request, ring: allreduce ring: --allreduce-extra ring" in summary
     assert (
         "allreduce flash-int4-plain for prefill o_proj of layer 1: policy file mix.json: KL 0.001; its groups"
         in summary

@@ -10,6 +10,7 @@ from tightwire.server.config.serve import ServeConfig
 from tightwire.server.hosts.base import Hosts
 from tightwire.server.hosts.place import NotNowError
 from tightwire.server.ipc.engine_client import Phase
+from tightwire.server.ipc.messages import Stage
 from tightwire.server.ranks.processes import Ranks
 from tightwire.server.ranks.ranked_engine import RankedEngine, RankFailedError
 
@@ -47,6 +48,16 @@ async def test_a_host_that_refuses_is_named_on_the_others() -> None:
             engine.note_end("node 1 (10.0.0.2)", 2, "no space left on device")
             with pytest.raises(ValueError, match=r"^node 1 \(10\.0\.0\.2\): no space left on device$"):
                 await engine.wait_ready()
+
+
+async def test_a_finished_stage_is_not_told_as_a_percentage() -> None:
+    with Ranks(1, command=(sys.executable, "-c", _RANK)) as ranks:
+        async with RankedEngine(ServeConfig(), ranks, Progress(1)) as engine:
+            told = list[str]()
+            for fraction in (0.0, 0.4, 1.0):
+                engine.hear(Stage(rank=0, name="import", fraction=fraction))
+                told.append(engine.client.state.reason)
+            assert told == ["import", "import 40 %", "import done"]
 
 
 async def test_a_host_that_stops_while_all_load_is_no_failure() -> None:

@@ -161,6 +161,7 @@ def test_a_request_waits_for_its_grammar_and_others_do_not(monkeypatch: pytest.M
     engine.cancel(["gone"])
     ended = [output.id for _ in range(6) for output in engine.step().outputs if output.finish_reason]
     assert sorted(ended) == ["free", "gone"] and engine.has_work()
+    assert (engine.stats().total.num_running, engine.stats().total.num_waiting) == (0, 1)
     compiling.set_result(None)
     tokens = [token for _ in range(4) for output in engine.step().outputs for token in output.token_ids]
     assert bytes(tokens[:-1]) == b"ab" and not engine.has_work()

@@ -82,6 +82,7 @@ def test_an_answer_is_equal_if_all_its_tokens_are() -> None:
     cell = summary("mine", found)
     assert (cell["answers_equal"], cell["first_equal"], cell["contexts"]) == (0.5, 1, 3)
     assert cell["equal"] == pytest.approx(2 / 3) and cell["kl"] == pytest.approx(0.2)
+    assert cell["first_clear_equal"] == 1 and summary("mine", found[2:])["first_clear_equal"] is None  # none is clear
 
 
 def test_a_server_that_does_not_answer_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,8 @@
 """The bench of predictions on scripted servers: ratios, the chosen row, refusals."""
 
 import json
+import subprocess
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Self
@@ -59,7 +61,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     monkeypatch.setattr(bench, "EmulatedHosts", _Hosts)
     monkeypatch.setattr(bench, "ServerProcess", server)
     monkeypatch.setattr(bench, "bench_serve", load)
-    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=lambda *_, **__: done))
+    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(run=lambda *_, **__: done, PIPE=subprocess.PIPE))
     return started
 
 
@@ -89,6 +91,14 @@ def test_a_prompt_without_a_prediction_is_refused_before_servers_start(
 ) -> None:
     _refused(capsys, "--prompt-lens takes 128, 512, 4096, got 5", "--prompt-lens", "128,5")
     assert not scripted
+
+
+def test_why_explain_failed_is_shown(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = [sys.executable, "-c", "import sys; sys.exit('no probe' + ' was kept')"]
+    monkeypatch.setattr(bench, "subprocess", subprocess)
+    monkeypatch.setattr(_Hosts, "on", lambda self, host, command: failing)
+    assert main(["lab", "plan"]) == 1
+    assert "no probe was kept" in capfd.readouterr().err
 
 
 def _refused(capsys: pytest.CaptureFixture[str], words: str, *arguments: str) -> None:
