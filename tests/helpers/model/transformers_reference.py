@@ -71,9 +71,8 @@ def greedy_with_logits(folder: Path, num_prompt: int, num_tokens: int) -> tuple[
 def greedy(model: LlamaForCausalLM, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Plain greedy decoding with transformers' own cache; no end token stops it."""
     tokens = []
-    name = (
-        "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
-    )  # transformers 5.24 changed it
+    is_new = "cache" in signature(LlamaForCausalLM.forward).parameters  # since transformers 5.24
+    name = "cache" if is_new else "past_key_values"
     cache: dict[str, Any] = {name: DynamicCache(config=model.config)}
     inputs = torch.tensor([list(prompt)])
     for _ in range(num_tokens):
