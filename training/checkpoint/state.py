@@ -153,6 +153,7 @@ def identity_of(config: TrainConfig, start: StartingModel, *, files: str) -> Ide
             "distill": config.distill and config.distill.model_dump(exclude={"answers"}),
             "layers": config.model.layers,
         }
+    data["held_out_files"] = bool(data["held_out_files"])  # with them no share of the others is held out
     order = {"seed": config.seed, "files": files, **{key: data[key] for key in _ORDER}}
     return Identity(model={"name": start.name, **sizes}, order=order, start=start.fingerprint)
 
@@ -190,10 +191,10 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
         names = description["model"]["name"], identity.model["name"]
         named = " ({}, not {})".format(*names) if names[0] != names[1] else ""
         raise OtherRunError(
-            f"{folder} is a checkpoint of another model{named}: {differing}. Give another `run`, or the "
-            "checkpoint's model"
+            f"{folder} is a checkpoint of another model{named}: {differing}. Give another `run`, or the checkpoint's model"
         )
-    if differing := _difference(description["order"], identity.order):
+    its_order = description["order"] | {"held_out_files": bool(description["order"]["held_out_files"])}
+    if differing := _difference(its_order, identity.order):
         raise OtherRunError(
             f"{folder}: the order of the data would differ: {differing}. Restore that value, or start a new `run` from "
             "the exported model (model.start)"
@@ -204,8 +205,7 @@ def check_checkpoint(folder: Path, identity: Identity, config: TrainConfig) -> d
     kept, own = (_about_answers(each) for each in (description["config"], config.model_dump(mode="json")))
     if description.get("answers") and (differing := _difference(kept, own)):
         raise OtherRunError(
-            f"{folder} has answers that the next steps learn from, and {differing}; restore that value until a rollout's last step, or "
-            "give another `run`"
+            f"{folder} has answers that the next steps learn from, and {differing}; restore it until a rollout's last step, or give another `run`"
         )
     if description["step"] > config.schedule.steps:
         raise OtherRunError(

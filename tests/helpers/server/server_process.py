@@ -50,8 +50,9 @@ class ServerProcess:
         self.process.kill()
         self.process.wait()
         self._reader.join(timeout=5)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        if not self._reader.is_alive():  # a process that is left still has the pipe, and closing would wait for it
+            assert self.process.stderr is not None
+            self.process.stderr.close()
 
     @property
     def log(self) -> str:

@@ -209,6 +209,7 @@ def test_a_hung_step_is_noticed_though_the_rank_lives(start: Start) -> None:
 
 def _a_killed_parent_leaves_no_process(server: ServerProcess) -> None:
     ranks = server.wait_ranks()
+    wait_until(lambda: len(os.listdir(f"/proc/{ranks[0]}/task")) > 1, 20)  # until then it looks for its parent itself
     os.kill(ranks[0], signal.SIGSTOP)  # a stopped rank must go too
     server.end(signal.SIGKILL)
     wait_until(lambda: not any(map(is_alive, ranks)), 20)

@@ -12,6 +12,7 @@ from helpers.training.training_runs import log_lines, losses, make_config, train
 from tiny import make_tiny
 
 from tightwire.training.checkpoint.folders import CheckpointError, OtherRunError, checkpoints_in
+from tightwire.training.config.tree import TrainConfig
 from tightwire.training.data.documents import DataError
 from tightwire.training.engine.engine import Engine
 from tightwire.training.run.loop import BrokenDataError, DivergedError
@@ -132,6 +133,20 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(tmp_path: Path) 
     ):
         with pytest.raises(OtherRunError, match=words):
             train(make_config(tmp_path, override))
+
+
+def test_files_that_are_held_out_may_move_but_not_go(tmp_path: Path) -> None:
+    def config(steps: int, *files: str) -> TrainConfig:
+        for name in files:
+            (tmp_path / name).write_text('{"text": "a document that nobody learns"}\n')
+        held_out = ", ".join(str(tmp_path / name) for name in files)
+        schedule = f"schedule.steps={steps}", "schedule.warmup_steps=0"
+        return make_config(tmp_path, *schedule, "data.held_out=0", f"data.held_out_files=[{held_out}]")
+
+    train(config(1, "here.jsonl"))
+    train(config(2, "there.jsonl"))
+    with pytest.raises(OtherRunError, match="held_out_files is True in the checkpoint and False here"):
+        train(config(3))
 
 
 def test_a_checkpoint_of_another_model_of_the_same_sizes_is_refused(tmp_path: Path) -> None:
