@@ -94,7 +94,7 @@ def checked_grammar(path: str, kind: Any, source: Any) -> str:
         if kind == "json" and isinstance(source, str):
             source = _parsed(path, source)
         if kind == "json":
-            _limit(path, source)
+            _drop_and_limit(path, source)
         if kind == "regex" and (len(source) - len(source.rstrip("\\"))) % 2:
             raise invalid(f"{path} ends with a \\ that escapes nothing", path)
         grammar = make_grammar(kind, source)
@@ -117,8 +117,8 @@ def _parsed(path: str, text: str) -> Schema:
         raise invalid(f"{path} is a text that is not valid JSON, or not an object: {error}", path) from None
 
 
-def _limit(path: str, schema: Schema) -> None:
-    """ApiError 400: a bound in this schema or in one inside it makes the grammar too large. Drops what allows everything."""
+def _drop_and_limit(path: str, schema: Schema) -> None:
+    """Drop what allows everything. ApiError 400: a bound in this schema or in one inside it makes the grammar too large."""
     for key, all_values in _WITHOUT_EFFECT.items():
         if schema.get(key, ...) in all_values:
             del schema[key]
@@ -131,7 +131,7 @@ def _limit(path: str, schema: Schema) -> None:
             message = f"{path}.multipleOf is {divisor}; at most {_MAX_DIVISOR} is possible, times a power of ten"
             raise invalid(message, f"{path}.multipleOf")
     for name, part in _subschemas(schema):
-        _limit(f"{path}.{name}", part)
+        _drop_and_limit(f"{path}.{name}", part)
 
 
 def _innermost(root: Schema, path: str, schema: Schema, problem: str, deadline_s: float) -> tuple[str, str]:

@@ -153,7 +153,7 @@ def identity_of(config: TrainConfig, start: StartingModel, *, files: str) -> Ide
             "distill": config.distill and config.distill.model_dump(exclude={"answers"}),
             "layers": config.model.layers,
         }
-    data["held_out_files"] = bool(data["held_out_files"])  # with them no share of the others is held out
+    data["held_out_files"] = bool(data["held_out_files"])  # older checkpoints name them
     order = {"seed": config.seed, "files": files, **{key: data[key] for key in _ORDER}}
     return Identity(model={"name": start.name, **sizes}, order=order, start=start.fingerprint)
 

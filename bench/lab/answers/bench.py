@@ -127,10 +127,8 @@ def answer(model: PreTrainedModel, prompts: Mapping[str, Sequence[int]], num_tok
     mask = (torch.arange(longest + num_tokens) >= torch.tensor(padding)[:, None]).long()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     rows, tokens, stop = list[Tensor](), list[Tensor](), longest
-    name = (
-        "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
-    )  # transformers 5.24 changed it
-    cache = {name: DynamicCache(config=model.config)}
+    is_new = "cache" in signature(model.forward).parameters  # since transformers 5.24
+    cache = {"cache" if is_new else "past_key_values": DynamicCache(config=model.config)}
     for _ in range(num_tokens):
         start = stop - inputs.shape[1]
         places = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
