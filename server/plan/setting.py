@@ -23,8 +23,7 @@ from tightwire.server.config.parallel import CODED_DTYPE, POLICY_PREFIX, Paralle
 from tightwire.server.config.serve import EngineOptions, ModelOptions, ServeConfig
 from tightwire.sizes import format_bytes
 
-# Address space of a process beside its tensors: rank 0 has 2.1 GiB after grammars, other ranks 1.4, the HTTP process 2.9 with four
-# requests with a grammar at once, and its further threads 72 MiB each.
+# Address space of a process beside its tensors: up to 2.6 GiB (bench/RESULTS.md), and further threads, 72 MiB each.
 LIBRARY_BYTES = 4 << 30
 
 

@@ -171,11 +171,7 @@ def read_yaml(path: Path, fields: Fields) -> dict[str, Any]:
         content, doubled = yaml.safe_load(text), doubled_key(text)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ) as error:  # not UTF-8, no such date or number, nested too deeply
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or no such date
         raise ValueError(f"--config {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, dict):
         raise ValueError(f"--config {path}: must be `name: value` lines, got {content!r}")
